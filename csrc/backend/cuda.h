@@ -1,0 +1,20 @@
+/* The CUDA backend, over a runtime library that is found when the first device is opened. */
+#ifndef VIKING_BACKEND_CUDA_H
+#define VIKING_BACKEND_CUDA_H
+
+#include "backend.h"
+
+/* Open device `index`. The runtime is, in this order: the library `runtime_path` if not NULL; one the process has
+ * loaded already (torch's); by soname, newest major first (13, 12, 11). UNSUPPORTED with a sentence that says what
+ * to install where there is none or no such device. */
+viking_status viking_cuda_open(int index, const char *runtime_path, viking_backend **out);
+
+typedef struct viking_cuda_versions {
+    int runtime; /* 13000 is CUDA 13.0 */
+    int driver;
+    char library[512]; /* where the runtime was found */
+} viking_cuda_versions;
+
+viking_status viking_cuda_versions_of(viking_backend *self, viking_cuda_versions *out);
+
+#endif

@@ -1,0 +1,75 @@
+/* The operating system, all of it: memory, threads, clock, shared libraries, fork.
+ *
+ * posix.c implements this header for Linux and other POSIX systems. Nothing else in csrc/ includes a system
+ * header beyond the C library, so a port is one file. Every function may be called from any thread.
+ */
+#ifndef VIKING_BASE_OS_H
+#define VIKING_BASE_OS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "status.h"
+
+/* ---- memory ---- */
+
+size_t viking_os_page_bytes(void);
+
+/* Map `bytes` (> 0) of zeroed, untouched, private memory, page aligned, with advice to use huge pages where the
+ * system takes it. Release with viking_os_unmap and the same size. */
+viking_status viking_os_map(size_t bytes, void **out);
+void viking_os_unmap(void *address, size_t bytes);
+
+/* Whether a forked child inherits the pages of a mapping. Memory that a device reads must not be inherited: the
+ * child's copy-on-write would copy all of it. A child that touches memory it did not inherit is killed. */
+viking_status viking_os_inherit(void *address, size_t bytes, bool inherit);
+
+/* ---- processors and time ---- */
+
+/* Processors this process may use (affinity and container limits count), at least 1. */
+unsigned viking_os_processor_count(void);
+
+/* Monotonic, in ns, from an arbitrary origin. */
+uint64_t viking_os_clock_ns(void);
+void viking_os_sleep_ns(uint64_t duration_ns);
+
+/* ---- threads ---- */
+
+typedef struct viking_thread viking_thread;
+typedef struct viking_mutex viking_mutex;
+typedef struct viking_condition viking_condition;
+
+viking_status viking_thread_start(void (*body)(void *), void *argument, viking_thread **out);
+void viking_thread_join(viking_thread *thread); /* waits for the body to return, then frees */
+
+viking_status viking_mutex_open(viking_mutex **out);
+void viking_mutex_close(viking_mutex *mutex); /* NULL is allowed */
+void viking_mutex_lock(viking_mutex *mutex);
+void viking_mutex_unlock(viking_mutex *mutex);
+
+viking_status viking_condition_open(viking_condition **out);
+void viking_condition_close(viking_condition *condition); /* NULL is allowed */
+void viking_condition_wait(viking_condition *condition, viking_mutex *mutex);
+void viking_condition_broadcast(viking_condition *condition);
+
+/* An identity of the calling thread, for comparison only. */
+uintptr_t viking_thread_identity(void);
+
+/* ---- shared libraries ---- */
+
+typedef struct viking_library viking_library;
+
+/* Open `name` (a soname or a path). With `loaded_only`, succeed only where the process has it already. */
+viking_status viking_library_open(const char *name, bool loaded_only, viking_library **out);
+void viking_library_close(viking_library *library); /* NULL is allowed */
+
+/* A symbol's address, or NULL. */
+void *viking_library_symbol(viking_library *library, const char *symbol);
+
+/* ---- fork ---- */
+
+/* True in a child forked after the first call of this function in any ancestor. */
+bool viking_os_forked(void);
+
+#endif
