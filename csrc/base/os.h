@@ -16,6 +16,9 @@
 
 size_t viking_os_page_bytes(void);
 
+/* The machine's memory; 0 where the system does not tell. */
+uint64_t viking_os_memory_bytes(void);
+
 /* Map `bytes` (> 0) of zeroed, untouched, private memory, page aligned, with advice to use huge pages where the
  * system takes it. Release with viking_os_unmap and the same size. */
 viking_status viking_os_map(size_t bytes, void **out);

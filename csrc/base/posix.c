@@ -28,6 +28,16 @@ size_t viking_os_page_bytes(void)
     return bytes > 0 ? (size_t)bytes : 4096;
 }
 
+uint64_t viking_os_memory_bytes(void)
+{
+#ifdef _SC_PHYS_PAGES
+    long pages = sysconf(_SC_PHYS_PAGES);
+    return pages > 0 ? (uint64_t)pages * viking_os_page_bytes() : 0;
+#else
+    return 0;
+#endif
+}
+
 viking_status viking_os_map(size_t bytes, void **out)
 {
     *out = NULL;
