@@ -149,7 +149,8 @@ uint64_t viking_os_clock_ns(void)
 
 void viking_os_sleep_ns(uint64_t duration_ns)
 {
-    struct timespec left = {.tv_sec = (time_t)(duration_ns / 1000000000u), .tv_nsec = (long)(duration_ns % 1000000000u)};
+    struct timespec left = {.tv_sec = (time_t)(duration_ns / 1000000000u),
+                            .tv_nsec = (long)(duration_ns % 1000000000u)};
     while (nanosleep(&left, &left) != 0 && errno == EINTR) {
     }
 }

@@ -1,0 +1,360 @@
+/* The ground floor: sentences per thread, mappings, forks, parallel ranges. */
+#include "check.h"
+
+#include <setjmp.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base/os.h"
+#include "base/parallel.h"
+
+/* ---- status ---- */
+
+static void the_sentence_is_empty_before_the_first_failure(void)
+{
+    CHECK(strcmp(viking_status_detail(), "") == 0);
+}
+
+static void a_failure_returns_its_code_and_leaves_its_sentence(void)
+{
+    CHECK(viking_status_fail(VIKING_ERROR_BUDGET, "needs %d bytes of %s", 7, "memory") == VIKING_ERROR_BUDGET);
+    CHECK(strcmp(viking_status_detail(), "needs 7 bytes of memory") == 0);
+}
+
+static void a_sentence_may_quote_the_one_before(void)
+{
+    viking_status_fail(VIKING_ERROR_SYSTEM, "inner");
+    viking_status_fail(VIKING_ERROR_DEVICE, "outer (%s)", viking_status_detail());
+    CHECK(strcmp(viking_status_detail(), "outer (inner)") == 0);
+}
+
+static void a_long_sentence_is_cut_at_511_bytes(void)
+{
+    char text[600];
+    memset(text, 'x', sizeof text - 1);
+    text[sizeof text - 1] = '\0';
+    viking_status_fail(VIKING_ERROR_INVALID, "%s", text);
+    CHECK(strlen(viking_status_detail()) == 511);
+    CHECK(strncmp(viking_status_detail(), text, 511) == 0);
+}
+
+static void fail_in_thread(void *argument)
+{
+    CHECK(strcmp(viking_status_detail(), "") == 0);
+    viking_status_fail(VIKING_ERROR_SYSTEM, "%s", (const char *)argument);
+    CHECK(strcmp(viking_status_detail(), argument) == 0);
+}
+
+static void each_thread_has_its_own_sentence(void)
+{
+    viking_status_fail(VIKING_ERROR_INVALID, "mine");
+    char first[] = "first", second[] = "second";
+    viking_thread *a = NULL, *b = NULL;
+    CHECK_OK(viking_thread_start(fail_in_thread, first, &a));
+    CHECK_OK(viking_thread_start(fail_in_thread, second, &b));
+    viking_thread_join(a);
+    viking_thread_join(b);
+    CHECK(strcmp(viking_status_detail(), "mine") == 0);
+}
+
+static void every_code_has_a_name_of_its_own(void)
+{
+    for (int code = 0; code >= -8; code--) {
+        const char *name = viking_status_name((viking_status)code);
+        CHECK(strncmp(name, "VIKING_", 7) == 0 && strcmp(name, "VIKING_ERROR_UNKNOWN") != 0);
+        for (int other = 0; other > code; other--)
+            CHECK(strcmp(name, viking_status_name((viking_status)other)) != 0);
+    }
+    CHECK(strcmp(viking_status_name((viking_status)-99), "VIKING_ERROR_UNKNOWN") == 0);
+}
+
+/* ---- memory ---- */
+
+static void a_mapping_is_zeroed_and_page_aligned(void)
+{
+    const size_t sizes[] = {1, 4096, 5000, ((size_t)8 << 20) + 3};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        void *address = NULL;
+        CHECK_OK(viking_os_map(sizes[i], &address));
+        CHECK((uintptr_t)address % viking_os_page_bytes() == 0);
+        const unsigned char *bytes = address;
+        for (size_t at = 0; at < sizes[i]; at++)
+            CHECK(bytes[at] == 0);
+        memset(address, 0xa5, sizes[i]);
+        viking_os_unmap(address, sizes[i]);
+    }
+}
+
+static void a_mapping_is_untouched_memory(void)
+{
+    const size_t bytes = (size_t)2 << 20; /* below the size that asks for huge pages */
+    void *address = NULL;
+    CHECK_OK(viking_os_map(bytes, &address));
+    size_t pages = bytes / viking_os_page_bytes();
+    unsigned char *present = malloc(pages);
+    CHECK(present);
+    CHECK(mincore(address, bytes, present) == 0);
+    for (size_t i = 0; i < pages; i++)
+        CHECK((present[i] & 1) == 0);
+    ((volatile char *)address)[3 * viking_os_page_bytes()] = 1;
+    CHECK(mincore(address, bytes, present) == 0);
+    CHECK(present[3] & 1);
+    free(present);
+    viking_os_unmap(address, bytes);
+}
+
+static void an_impossible_mapping_says_how_much_was_asked(void)
+{
+    void *address = &address;
+    CHECK(viking_os_map(SIZE_MAX / 4, &address) == VIKING_ERROR_NO_HOST_MEMORY);
+    CHECK(address == NULL);
+    CHECK(strstr(viking_status_detail(), "4611686018427387903 bytes"));
+    CHECK(viking_os_map(0, &address) == VIKING_ERROR_INVALID);
+}
+
+/* How a forked child that reads `address` ends: its exit code, or minus the signal that killed it. */
+static int read_in_child(volatile unsigned char *address)
+{
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        struct rlimit none = {0, 0};
+        setrlimit(RLIMIT_CORE, &none);
+        signal(SIGSEGV, SIG_DFL); /* a sanitizer would turn it into a report */
+        signal(SIGBUS, SIG_DFL);
+        _exit(*address);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+static void a_child_does_not_have_what_it_must_not_inherit(void)
+{
+    size_t bytes = 3 * viking_os_page_bytes();
+    void *address = NULL;
+    CHECK_OK(viking_os_map(bytes, &address));
+    volatile unsigned char *cells = address;
+    cells[0] = 42;
+    cells[bytes - 1] = 43;
+    CHECK(read_in_child(cells) == 42);
+
+    CHECK_OK(viking_os_inherit(address, bytes, false));
+    CHECK(read_in_child(cells) == -SIGSEGV);
+    CHECK(read_in_child(cells + bytes - 1) == -SIGSEGV);
+    CHECK(cells[0] == 42); /* the parent keeps it */
+
+    CHECK_OK(viking_os_inherit(address, bytes, true));
+    CHECK(read_in_child(cells) == 42);
+    CHECK(read_in_child(cells + bytes - 1) == 43);
+    viking_os_unmap(address, bytes);
+}
+
+static void inheritance_of_an_unaligned_address_is_refused(void)
+{
+    void *address = NULL;
+    CHECK_OK(viking_os_map(4096, &address));
+    CHECK(viking_os_inherit((char *)address + 1, 16, false) == VIKING_ERROR_INVALID);
+    viking_os_unmap(address, 4096);
+}
+
+/* ---- processors, time, threads ---- */
+
+static void at_least_one_processor_and_no_more_than_there_are(void)
+{
+    unsigned count = viking_os_processor_count();
+    CHECK(count >= 1);
+    CHECK((long)count <= sysconf(_SC_NPROCESSORS_CONF));
+}
+
+static void the_clock_counts_a_sleep(void)
+{
+    uint64_t before = viking_os_clock_ns();
+    viking_os_sleep_ns(20 * 1000 * 1000);
+    CHECK(viking_os_clock_ns() - before >= 20 * 1000 * 1000);
+}
+
+typedef struct mailbox {
+    viking_mutex *mutex;
+    viking_condition *condition;
+    int turn;
+    uintptr_t identity;
+} mailbox;
+
+static void answer(void *opaque)
+{
+    mailbox *box = opaque;
+    viking_mutex_lock(box->mutex);
+    box->identity = viking_thread_identity();
+    for (int round = 0; round < 100; round++) {
+        while (box->turn % 2 == 0)
+            viking_condition_wait(box->condition, box->mutex);
+        box->turn++;
+        viking_condition_broadcast(box->condition);
+    }
+    viking_mutex_unlock(box->mutex);
+}
+
+static void threads_take_turns_through_a_condition(void)
+{
+    mailbox box = {0};
+    CHECK_OK(viking_mutex_open(&box.mutex));
+    CHECK_OK(viking_condition_open(&box.condition));
+    viking_thread *thread = NULL;
+    CHECK_OK(viking_thread_start(answer, &box, &thread));
+    viking_mutex_lock(box.mutex);
+    for (int round = 0; round < 100; round++) {
+        box.turn++;
+        viking_condition_broadcast(box.condition);
+        while (box.turn % 2 == 1)
+            viking_condition_wait(box.condition, box.mutex);
+    }
+    viking_mutex_unlock(box.mutex);
+    viking_thread_join(thread);
+    CHECK(box.turn == 200);
+    CHECK(box.identity != viking_thread_identity());
+    CHECK(viking_thread_identity() == viking_thread_identity());
+    viking_condition_close(box.condition);
+    viking_mutex_close(box.mutex);
+    viking_condition_close(NULL);
+    viking_mutex_close(NULL);
+}
+
+/* ---- shared libraries ---- */
+
+static void a_loaded_library_is_found_and_an_absent_one_is_named(void)
+{
+    viking_library *library = NULL;
+    CHECK_OK(viking_library_open("libc.so.6", true, &library));
+    CHECK(viking_library_symbol(library, "getpid"));
+    CHECK(viking_library_symbol(library, "viking_no_such_symbol") == NULL);
+    viking_library_close(library);
+    viking_library_close(NULL);
+
+    CHECK(viking_library_open("libviking-is-not-here.so.9", false, &library) == VIKING_ERROR_UNSUPPORTED);
+    CHECK(library == NULL);
+    CHECK(strstr(viking_status_detail(), "libviking-is-not-here.so.9"));
+}
+
+static void loaded_only_does_not_load(void)
+{
+    const char *name = "libanl.so.1"; /* part of the C library, used by nobody here */
+    viking_library *library = NULL;
+    CHECK(viking_library_open(name, true, &library) == VIKING_ERROR_UNSUPPORTED);
+    CHECK(strstr(viking_status_detail(), "is not loaded"));
+    CHECK_OK(viking_library_open(name, false, &library));
+    viking_library *again = NULL;
+    CHECK_OK(viking_library_open(name, true, &again));
+    viking_library_close(again);
+    viking_library_close(library);
+}
+
+/* ---- fork ---- */
+
+static void a_child_knows_that_it_was_forked(void)
+{
+    CHECK(!viking_os_forked());
+    CHECK(!viking_os_forked());
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0)
+        _exit(viking_os_forked() ? 7 : 8);
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+    CHECK(!viking_os_forked());
+}
+
+/* ---- parallel ---- */
+
+enum { MOST_CELLS = 100003 };
+
+typedef struct coverage {
+    atomic_uchar visits[MOST_CELLS];
+    size_t count;
+    size_t grain;
+    atomic_uint calls;
+} coverage;
+
+static void visit(void *opaque, size_t begin, size_t end)
+{
+    coverage *seen = opaque;
+    CHECK(begin < end && end <= seen->count);
+    CHECK(begin % seen->grain == 0);
+    CHECK(end == seen->count || end % seen->grain == 0);
+    atomic_fetch_add(&seen->calls, 1);
+    for (size_t at = begin; at < end; at++)
+        atomic_fetch_add(&seen->visits[at], 1);
+}
+
+static void ranges_cover_everything_exactly_once(void)
+{
+    const size_t counts[] = {0, 1, 2, 3, 7, 63, 64, 65, 127, 1000, 4096, 65537, MOST_CELLS};
+    const size_t grains[] = {1, 2, 3, 16, 64, 1000, 4096, 200000};
+    const unsigned threads[] = {0, 1, 2, 3, 7, 64, 1000};
+    coverage *seen = calloc(1, sizeof *seen);
+    CHECK(seen);
+    for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
+        for (size_t g = 0; g < sizeof grains / sizeof *grains; g++)
+            for (size_t t = 0; t < sizeof threads / sizeof *threads; t++) {
+                memset(seen->visits, 0, sizeof seen->visits);
+                seen->count = counts[c];
+                seen->grain = grains[g];
+                atomic_store(&seen->calls, 0);
+                viking_parallel_for(counts[c], grains[g], threads[t], visit, seen);
+                for (size_t at = 0; at < MOST_CELLS; at++)
+                    CHECK(atomic_load(&seen->visits[at]) == (at < counts[c]));
+                if (threads[t] != 0)
+                    CHECK(atomic_load(&seen->calls) <= threads[t]);
+                if (counts[c] >= 4 * grains[g] && threads[t] == 3)
+                    CHECK(atomic_load(&seen->calls) == 3);
+            }
+    free(seen);
+}
+
+static void parallel_copies_are_equal_and_stay_inside(void)
+{
+    const size_t sizes[] = {0, 1, 4095, ((size_t)1 << 20) + 1, ((size_t)5 << 20) + 17};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (unsigned threads = 0; threads <= 5; threads++) {
+            unsigned char *source = malloc(sizes[i] + 1), *destination = malloc(sizes[i] + 2);
+            CHECK(source && destination);
+            for (size_t at = 0; at < sizes[i]; at++)
+                source[at] = (unsigned char)(at * 2654435761u >> 13);
+            destination[0] = destination[sizes[i] + 1] = 0xee;
+            viking_parallel_copy(destination + 1, source, sizes[i], threads);
+            CHECK(sizes[i] == 0 || memcmp(destination + 1, source, sizes[i]) == 0);
+            CHECK(destination[0] == 0xee && destination[sizes[i] + 1] == 0xee);
+            free(source);
+            free(destination);
+        }
+}
+
+int main(void)
+{
+    RUN(the_sentence_is_empty_before_the_first_failure);
+    RUN(a_failure_returns_its_code_and_leaves_its_sentence);
+    RUN(a_sentence_may_quote_the_one_before);
+    RUN(a_long_sentence_is_cut_at_511_bytes);
+    RUN(each_thread_has_its_own_sentence);
+    RUN(every_code_has_a_name_of_its_own);
+    RUN(a_mapping_is_zeroed_and_page_aligned);
+    RUN(a_mapping_is_untouched_memory);
+    RUN(an_impossible_mapping_says_how_much_was_asked);
+    RUN(a_child_does_not_have_what_it_must_not_inherit);
+    RUN(inheritance_of_an_unaligned_address_is_refused);
+    RUN(at_least_one_processor_and_no_more_than_there_are);
+    RUN(the_clock_counts_a_sleep);
+    RUN(threads_take_turns_through_a_condition);
+    RUN(a_loaded_library_is_found_and_an_absent_one_is_named);
+    RUN(loaded_only_does_not_load);
+    RUN(a_child_knows_that_it_was_forked);
+    RUN(ranges_cover_everything_exactly_once);
+    RUN(parallel_copies_are_equal_and_stay_inside);
+    return 0;
+}
