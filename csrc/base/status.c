@@ -34,6 +34,8 @@ const char *viking_status_detail(void)
 const char *viking_status_name(viking_status status)
 {
     switch (status) {
+    case VIKING_BUSY:
+        return "VIKING_BUSY";
     case VIKING_OK:
         return "VIKING_OK";
     case VIKING_ERROR_INVALID:

@@ -8,6 +8,7 @@
 #define VIKING_BASE_STATUS_H
 
 typedef enum viking_status {
+    VIKING_BUSY = 1, /* nothing failed: try again after the next release by another thread */
     VIKING_OK = 0,
     VIKING_ERROR_INVALID = -1,          /* an argument breaks the function's contract */
     VIKING_ERROR_STATE = -2,            /* right arguments, wrong moment (closed, in use, after a fork) */

@@ -64,10 +64,10 @@ static void each_thread_has_its_own_sentence(void)
 
 static void every_code_has_a_name_of_its_own(void)
 {
-    for (int code = 0; code >= -8; code--) {
+    for (int code = VIKING_BUSY; code >= VIKING_ERROR_SYSTEM; code--) {
         const char *name = viking_status_name((viking_status)code);
         CHECK(strncmp(name, "VIKING_", 7) == 0 && strcmp(name, "VIKING_ERROR_UNKNOWN") != 0);
-        for (int other = 0; other > code; other--)
+        for (int other = VIKING_BUSY; other > code; other--)
             CHECK(strcmp(name, viking_status_name((viking_status)other)) != 0);
     }
     CHECK(strcmp(viking_status_name((viking_status)-99), "VIKING_ERROR_UNKNOWN") == 0);
