@@ -30,6 +30,7 @@
 
 typedef struct moment {
     unsigned references;
+    unsigned waiting; /* threads: nobody is woken in vain */
     bool reached;
     uint64_t reached_ns; /* only if timed */
 } moment;
@@ -64,8 +65,7 @@ struct viking_stream_tag {
     viking_condition *work; /* something was queued, or the stream closes */
     item *head;
     item **tail;
-    uint64_t queued; /* items ever queued */
-    uint64_t done; /* items ever finished */
+    bool idle; /* the worker waits for `work` */
     bool closing;
     /* The worker's own. */
     uint64_t random;
@@ -83,7 +83,7 @@ struct host {
     viking_backend base;
     viking_host_options options;
     viking_mutex *mutex;
-    viking_condition *progress; /* an item of any stream is done */
+    viking_condition *progress; /* a moment that a thread waits for is reached */
     struct viking_stream_tag *streams;
     uint64_t stream_count; /* ever opened */
     block *allocations;
@@ -133,15 +133,6 @@ static viking_status no_memory(const char *call)
 
 /* ---- moments; with the mutex held ---- */
 
-static moment *moment_new(void)
-{
-    moment *self = calloc(1, sizeof *self);
-    if (self) {
-        self->references = 1;
-    }
-    return self;
-}
-
 static void moment_drop(moment *self)
 {
     if (self && --self->references == 0) {
@@ -153,14 +144,19 @@ static void moment_reach(host *device, moment *self, bool timed)
 {
     self->reached_ns = timed ? viking_os_clock_ns() : 0;
     self->reached = true;
-    viking_condition_broadcast(device->progress);
+    if (self->waiting) {
+        viking_condition_broadcast(device->progress);
+    }
 }
 
-static void moment_await(host *device, const moment *self)
+/* Lets go of the mutex while it waits; the caller has a reference. */
+static void moment_await(host *device, moment *self)
 {
+    self->waiting++;
     while (!self->reached) {
         viking_condition_wait(device->progress, device->mutex);
     }
+    self->waiting--;
 }
 
 /* ---- time ---- */
@@ -268,9 +264,11 @@ static void work(void *argument)
     host *device = stream->device;
     viking_mutex_lock(device->mutex);
     for (;;) {
+        stream->idle = true;
         while (!stream->head && !stream->closing) {
             viking_condition_wait(stream->work, device->mutex);
         }
+        stream->idle = false;
         item *it = stream->head;
         if (!it) {
             break;
@@ -284,8 +282,6 @@ static void work(void *argument)
         viking_mutex_lock(device->mutex);
         moment_drop(it->moment);
         free(it);
-        stream->done++;
-        viking_condition_broadcast(device->progress);
     }
     viking_mutex_unlock(device->mutex);
 }
@@ -295,8 +291,35 @@ static void queue(struct viking_stream_tag *stream, item *it)
 {
     *stream->tail = it;
     stream->tail = &it->next;
-    stream->queued++;
-    viking_condition_broadcast(stream->work);
+    if (stream->idle) {
+        viking_condition_broadcast(stream->work);
+    }
+}
+
+/* With the mutex held. Make a moment and queue its record (on VIKING_STREAM_CALLER it is reached at once); the caller
+ * owns one reference. */
+static viking_status queue_record(host *device, viking_stream stream, bool timed, const char *call, moment **out)
+{
+    moment *fresh = calloc(1, sizeof *fresh);
+    item *it = calloc(1, sizeof *it);
+    if (!fresh || !it) {
+        free(fresh);
+        free(it);
+        return no_memory(call);
+    }
+    fresh->references = 1;
+    if (stream == VIKING_STREAM_CALLER) {
+        free(it);
+        moment_reach(device, fresh, timed);
+    } else {
+        it->kind = ITEM_RECORD;
+        it->timed = timed;
+        it->moment = fresh;
+        fresh->references++;
+        queue(stream, it);
+    }
+    *out = fresh;
+    return VIKING_OK;
 }
 
 static viking_status host_stream_open(viking_backend *self, viking_stream *out)
@@ -363,6 +386,7 @@ static void host_stream_close(viking_backend *self, viking_stream stream)
     stream_end(device, stream);
 }
 
+/* A record of its own that nobody else knows, and a wait for it. */
 static viking_status host_stream_drain(viking_backend *self, viking_stream stream)
 {
     host *device;
@@ -371,13 +395,15 @@ static viking_status host_stream_drain(viking_backend *self, viking_stream strea
         return status;
     }
     if (stream != VIKING_STREAM_CALLER) {
-        uint64_t target = stream->queued;
-        while (stream->done < target) {
-            viking_condition_wait(device->progress, device->mutex);
+        moment *end = NULL;
+        status = queue_record(device, stream, false, "stream_drain", &end);
+        if (status == VIKING_OK) {
+            moment_await(device, end);
+            moment_drop(end);
         }
     }
     viking_mutex_unlock(device->mutex);
-    return VIKING_OK;
+    return status;
 }
 
 /* ---- events ---- */
@@ -416,27 +442,14 @@ static viking_status host_event_record(viking_backend *self, viking_event *event
     if (status != VIKING_OK) {
         return status;
     }
-    moment *fresh = moment_new();
-    item *it = stream == VIKING_STREAM_CALLER ? NULL : calloc(1, sizeof *it);
-    if (!fresh || (stream != VIKING_STREAM_CALLER && !it)) {
-        viking_mutex_unlock(device->mutex);
-        free(fresh);
-        free(it);
-        return no_memory("event_record");
-    }
-    moment_drop(event->latest);
-    event->latest = fresh;
-    if (stream == VIKING_STREAM_CALLER) {
-        moment_reach(device, fresh, event->timed);
-    } else {
-        it->kind = ITEM_RECORD;
-        it->timed = event->timed;
-        it->moment = fresh;
-        fresh->references++;
-        queue(stream, it);
+    moment *fresh = NULL;
+    status = queue_record(device, stream, event->timed, "event_record", &fresh);
+    if (status == VIKING_OK) {
+        moment_drop(event->latest);
+        event->latest = fresh;
     }
     viking_mutex_unlock(device->mutex);
-    return VIKING_OK;
+    return status;
 }
 
 static viking_status host_event_reached(viking_backend *self, viking_event *event, bool *out)
