@@ -1,0 +1,365 @@
+/* Choosing a map: which share of the budget residents take, and with it how large the ring is.
+ *
+ * A larger share needs fewer pinned bytes and serves other paths (sampling) better, but a ring that is too small
+ * cannot run ahead of compute. And within one share, a slightly different ring loses more or less at its end, where
+ * a weight that does not fit is moved to the front, and at the turn-arounds, where one that is half overwritten is
+ * lost. Neither has a formula worth its exceptions, but both can be computed: placing and planning take a fraction of a
+ * millisecond. So the search tries a grid of shares, a few nearby sizes of each, keeps of those the one that fetches
+ * least, simulates it, and refines once around the best.
+ */
+#include "map.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "placement.h"
+#include "plan.h"
+#include "simulate.h"
+
+#define MAX_SCALES 8u
+#define COARSE 24u /* shares of the first round */
+#define REFINED 6u /* of the second */
+#define NEARBY 6u /* sizes tried around each share */
+#define TOLERANCE 1.01
+
+typedef struct candidate {
+    bool *resident;
+    uint64_t resident_bytes;
+    uint64_t fetched_bytes;
+    uint64_t period_ns[MAX_SCALES];
+} candidate;
+
+typedef struct search {
+    const viking_map_request *request;
+    const viking_trace *trace; /* what is planned for: the request's, or one made up */
+    viking_placement placement;
+    double scales[MAX_SCALES];
+    uint32_t scale_count;
+    candidate candidates[COARSE + REFINED + 1];
+    uint32_t count;
+} search;
+
+/* Where nothing or no time is known, planning goes by a trace that is: see viking_map_request. */
+static viking_status make_up_trace(const viking_map_request *request, viking_trace *out)
+{
+    const viking_trace *given = request->trace;
+    viking_status status;
+    uint64_t known = 0;
+
+    if (given->count == 0) {
+        for (uint64_t i = 0; i < 2 * (uint64_t)request->count; i++) {
+            uint32_t w = i < request->count ? (uint32_t)i : (uint32_t)(2 * (uint64_t)request->count - 1 - i), index;
+            status = viking_trace_acquire(out, w, VIKING_USE_READ, &index);
+            if (status != VIKING_OK) {
+                return status;
+            }
+            viking_trace_release(out, index);
+        }
+    } else {
+        status = viking_trace_copy(out, given);
+        if (status != VIKING_OK) {
+            return status;
+        }
+    }
+    for (uint32_t i = 0; i < out->count; i++) {
+        known += out->uses[i].compute_ns;
+    }
+    for (uint32_t i = 0; i < out->count && known == 0; i++) {
+        uint32_t w = out->uses[i].weight;
+        if (w < request->count) { /* placement refuses the others by name */
+            out->uses[i].compute_ns =
+                (uint64_t)((double)request->bytes[w] / (double)request->link.bytes_per_second * 1e9);
+        }
+    }
+    return VIKING_OK;
+}
+
+/* The smallest placement there is: everything in the ring, the ring as small as it may be, or a little larger
+ * where that saves making a weight resident. */
+static viking_status smallest_map(const viking_placement *placement, viking_map **out)
+{
+    static const uint32_t ring_scales[] = {4, 5, 6, 8, 12, 16, 24};
+    bool *resident = malloc(((size_t)placement->count + 1) * sizeof *resident);
+    viking_map *best = NULL, *map = NULL;
+    viking_status status = VIKING_OK;
+
+    *out = NULL;
+    if (resident == NULL) {
+        return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to place %u weights", placement->count);
+    }
+    for (size_t i = 0; i < sizeof ring_scales / sizeof ring_scales[0]; i++) {
+        memset(resident, 0, placement->count * sizeof *resident);
+        status = viking_placement_smallest(placement, resident, ring_scales[i], &map);
+        if (status != VIKING_OK) {
+            break;
+        }
+        if (best == NULL || map->slab_bytes < best->slab_bytes) {
+            viking_map_free(best);
+            best = map;
+        } else {
+            viking_map_free(map);
+        }
+        if (placement->rival_begin[placement->count] == 0) {
+            break; /* nothing is used at once with anything: the first is the smallest */
+        }
+    }
+    free(resident);
+    if (status != VIKING_OK) {
+        viking_map_free(best);
+        return status;
+    }
+    *out = best;
+    return VIKING_OK;
+}
+
+viking_status viking_map_smallest_budget(const viking_trace *trace, const uint64_t *bytes, uint32_t count,
+                                         uint64_t *out_bytes)
+{
+    viking_placement placement;
+    viking_map *map = NULL;
+    viking_status status = viking_placement_open(trace, bytes, count, &placement);
+
+    if (status != VIKING_OK) {
+        return status;
+    }
+    status = smallest_map(&placement, &map);
+    if (status == VIKING_OK) {
+        *out_bytes = map->slab_bytes;
+    }
+    viking_map_free(map);
+    viking_placement_close(&placement);
+    return status;
+}
+
+uint64_t viking_map_largest_budget(const uint64_t *bytes, uint32_t count)
+{
+    uint64_t total = 0;
+    for (uint32_t w = 0; w < count; w++) {
+        total += bytes[w];
+    }
+    return total;
+}
+
+static void note(candidate *self, const viking_map *map, const viking_plan *plan)
+{
+    memcpy(self->resident, map->resident, map->count * sizeof *self->resident);
+    self->resident_bytes = map->resident_bytes;
+    self->fetched_bytes = plan->fetched_bytes;
+}
+
+/* Of the shares from `share` on, each `step` larger, the one that fetches least becomes `best`. */
+static viking_status try_nearby(search *self, uint64_t share, uint64_t step, bool *resident, candidate *best,
+                                bool *out_found)
+{
+    *out_found = false;
+    for (uint32_t k = 0; k < NEARBY; k++, share += step) {
+        viking_map *map = NULL;
+        viking_plan *plan = NULL;
+        viking_status status;
+
+        viking_placement_spread(&self->placement, share, resident);
+        status = viking_placement_map(&self->placement, resident, self->request->budget_bytes, &map);
+        if (status != VIKING_OK) {
+            return status;
+        }
+        if (map == NULL) {
+            continue;
+        }
+        status = viking_plan_build(map, self->trace, &plan);
+        if (status != VIKING_OK) {
+            viking_map_free(map);
+            return status;
+        }
+        if (!*out_found || plan->fetched_bytes < best->fetched_bytes ||
+            (plan->fetched_bytes == best->fetched_bytes && map->resident_bytes > best->resident_bytes)) {
+            note(best, map, plan);
+            *out_found = true;
+        }
+        viking_plan_free(plan);
+        viking_map_free(map);
+    }
+    return VIKING_OK;
+}
+
+static viking_status predict(search *self, candidate *of)
+{
+    viking_map *map = NULL;
+    viking_plan *plan = NULL;
+    viking_status status = viking_placement_map(&self->placement, of->resident, self->request->budget_bytes, &map);
+    if (status == VIKING_OK) {
+        status = viking_plan_build(map, self->trace, &plan);
+    }
+    for (uint32_t k = 0; status == VIKING_OK && k < self->scale_count; k++) {
+        viking_simulation simulation;
+        status = viking_simulate(map, plan, self->trace, &self->request->link, self->scales[k], &simulation);
+        if (status == VIKING_OK) {
+            of->period_ns[k] = simulation.period_ns;
+            viking_simulation_free(&simulation);
+        }
+    }
+    viking_plan_free(plan);
+    viking_map_free(map);
+    return status;
+}
+
+static viking_status try_shares(search *self, uint64_t from, uint64_t to, uint32_t number, bool *resident)
+{
+    uint64_t step = (to - from) / number / NEARBY;
+    for (uint32_t k = 0; k < number; k++) {
+        candidate *next = &self->candidates[self->count];
+        bool found = false;
+        uint64_t share = from + (to - from) / number * k;
+        viking_status status;
+
+        next->resident = malloc(((size_t)self->placement.count + 1) * sizeof *next->resident);
+        if (next->resident == NULL) {
+            return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to place %u weights",
+                                      self->placement.count);
+        }
+        status = try_nearby(self, share, step, resident, next, &found);
+        if (status == VIKING_OK && found) {
+            status = predict(self, next);
+        }
+        if (status != VIKING_OK || !found) {
+            free(next->resident);
+            next->resident = NULL;
+            if (status != VIKING_OK) {
+                return status;
+            }
+            continue;
+        }
+        self->count++;
+    }
+    return VIKING_OK;
+}
+
+/* The largest share of residents that costs at most 1 % of time, at every scale, and of bytes. */
+static candidate *choose(search *self)
+{
+    candidate *chosen = NULL;
+    uint64_t least = UINT64_MAX, best[MAX_SCALES];
+
+    for (uint32_t k = 0; k < self->scale_count; k++) {
+        best[k] = UINT64_MAX;
+    }
+    for (uint32_t i = 0; i < self->count; i++) {
+        const candidate *one = &self->candidates[i];
+        least = one->fetched_bytes < least ? one->fetched_bytes : least;
+        for (uint32_t k = 0; k < self->scale_count; k++) {
+            best[k] = one->period_ns[k] < best[k] ? one->period_ns[k] : best[k];
+        }
+    }
+    for (uint32_t i = 0; i < self->count; i++) {
+        candidate *one = &self->candidates[i];
+        bool good = (double)one->fetched_bytes <= (double)least * TOLERANCE;
+        for (uint32_t k = 0; k < self->scale_count; k++) {
+            good = good && (double)one->period_ns[k] <= (double)best[k] * TOLERANCE;
+        }
+        if (good && (chosen == NULL || one->resident_bytes > chosen->resident_bytes)) {
+            chosen = one;
+        }
+    }
+    return chosen;
+}
+
+static viking_status run_search(search *self, bool *resident, candidate **out)
+{
+    uint64_t budget = self->request->budget_bytes, step = budget / COARSE;
+    viking_status status = try_shares(self, 0, budget, COARSE, resident);
+    if (status != VIKING_OK) {
+        return status;
+    }
+    *out = choose(self);
+    if (*out != NULL) {
+        uint64_t centre = (*out)->resident_bytes;
+        uint64_t from = centre > step ? centre - step : 0, to = centre + step > budget ? budget : centre + step;
+        status = try_shares(self, from, to, REFINED, resident);
+        *out = choose(self);
+    }
+    return status;
+}
+
+/* *out is NULL where no candidate fits. */
+static viking_status build(search *self, viking_map **out)
+{
+    viking_status status = VIKING_OK;
+    uint64_t budget = self->request->budget_bytes;
+    candidate *chosen = NULL;
+    bool *resident = malloc(((size_t)self->placement.count + 1) * sizeof *resident);
+
+    if (resident == NULL) {
+        return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to place %u weights", self->placement.count);
+    }
+    if (budget >= self->placement.total_bytes) {
+        memset(resident, true, self->placement.count * sizeof *resident);
+        status = viking_placement_map(&self->placement, resident, budget, out);
+    } else {
+        status = run_search(self, resident, &chosen);
+        if (status == VIKING_OK && chosen != NULL) {
+            status = viking_placement_map(&self->placement, chosen->resident, budget, out);
+        }
+    }
+    free(resident);
+    return status;
+}
+
+static viking_status check_request(const viking_map_request *request)
+{
+    if (request->link.bytes_per_second == 0) {
+        return viking_status_fail(VIKING_ERROR_INVALID, "a link of 0 bytes per second");
+    }
+    if (request->compute_scales != NULL &&
+        (request->compute_scale_count == 0 || request->compute_scale_count > MAX_SCALES)) {
+        return viking_status_fail(VIKING_ERROR_INVALID, "%u compute scales are given; 1 to %u are accepted",
+                                  request->compute_scale_count, MAX_SCALES);
+    }
+    return VIKING_OK;
+}
+
+viking_status viking_map_build(const viking_map_request *request, viking_map **out)
+{
+    search self = {.request = request, .scales = {1.0}, .scale_count = 1};
+    viking_trace trace;
+    viking_map *smallest = NULL;
+    viking_status status = check_request(request);
+
+    *out = NULL;
+    if (status != VIKING_OK) {
+        return status;
+    }
+    if (request->compute_scales != NULL) {
+        self.scale_count = request->compute_scale_count;
+        memcpy(self.scales, request->compute_scales, self.scale_count * sizeof *self.scales);
+    }
+    viking_trace_init(&trace);
+    self.trace = &trace;
+    status = make_up_trace(request, &trace);
+    if (status != VIKING_OK) {
+        goto done;
+    }
+    status = viking_placement_open(&trace, request->bytes, request->count, &self.placement);
+    if (status != VIKING_OK) {
+        goto done;
+    }
+    status = smallest_map(&self.placement, &smallest);
+    if (status == VIKING_OK && smallest->slab_bytes > request->budget_bytes) {
+        status = viking_status_fail(
+            VIKING_ERROR_BUDGET, "the weights do not fit in %llu bytes; the smallest budget that works is %llu bytes",
+            (unsigned long long)request->budget_bytes, (unsigned long long)smallest->slab_bytes);
+    }
+    if (status == VIKING_OK) {
+        status = build(&self, out);
+    }
+    if (status == VIKING_OK && *out == NULL) {
+        *out = smallest; /* nothing else fits */
+        smallest = NULL;
+    }
+done:
+    for (uint32_t i = 0; i < self.count; i++) {
+        free(self.candidates[i].resident);
+    }
+    viking_map_free(smallest);
+    viking_placement_close(&self.placement);
+    viking_trace_free(&trace);
+    return status;
+}
