@@ -9,6 +9,9 @@
  * to install where there is none or no such device. */
 viking_status viking_cuda_open(int index, const char *runtime_path, viking_backend **out);
 
+/* How many devices this process may open; UNSUPPORTED, with the reason, where there is no runtime, driver or device. */
+viking_status viking_cuda_device_count(const char *runtime_path, int *out);
+
 typedef struct viking_cuda_versions {
     int runtime; /* 13000 is CUDA 13.0 */
     int driver;

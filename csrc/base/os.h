@@ -70,6 +70,9 @@ void viking_library_close(viking_library *library); /* NULL is allowed */
 /* A symbol's address, or NULL. */
 void *viking_library_symbol(viking_library *library, const char *symbol);
 
+/* The file that the code or data at `address` was loaded from; `otherwise` where the system does not tell. */
+void viking_library_path(const void *address, const char *otherwise, char *out, size_t capacity);
+
 /* ---- fork ---- */
 
 /* True in a child forked after the first call of this function in any ancestor. */

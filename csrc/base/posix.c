@@ -311,6 +311,13 @@ void *viking_library_symbol(viking_library *library, const char *symbol)
     return dlsym(library, symbol);
 }
 
+void viking_library_path(const void *address, const char *otherwise, char *out, size_t capacity)
+{
+    Dl_info place = {0};
+    bool known = dladdr(address, &place) != 0 && place.dli_fname;
+    snprintf(out, capacity, "%s", known ? place.dli_fname : otherwise);
+}
+
 /* ---- fork ---- */
 
 static atomic_bool forked;
