@@ -21,7 +21,7 @@ ROOMS = ("base", "backend", "core", "python")
 WINDOWS = sys.platform == "win32"
 OTHER_SYSTEM = os.path.join("csrc", "base", "posix.c" if WINDOWS else "windows.c")
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
-WARNINGS = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Wstrict-prototypes -Wvla -Werror".split()
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Wstrict-prototypes", "-Wvla", "-Werror"]
 
 
 class BuildEngine(build_ext):
