@@ -43,13 +43,15 @@ static viking_cuda_event event_of(viking_event *event)
 static const char IN_GENERAL[] = "if an earlier operation on this device failed, its error is reported late and is "
                                  "the one to look at (CUDA_LAUNCH_BLOCKING=1 shows where); else check the driver's log";
 
-/* The sentence for a call that returned `error`; also clears the thread's last error. */
-static viking_status failed(const cuda *device, viking_status code, viking_cuda_result error, const char *advice,
-                            const char *call, ...) VIKING_PRINTF(5, 6);
+/* What a call that returned `error` came to: OK, or `code` with its sentence, and the thread's last error cleared. */
+static viking_status outcome(const cuda *device, viking_status code, viking_cuda_result error, const char *advice,
+                             const char *call, ...) VIKING_PRINTF(5, 6);
 
-static viking_status failed(const cuda *device, viking_status code, viking_cuda_result error, const char *advice,
-                            const char *call, ...)
+static viking_status outcome(const cuda *device, viking_status code, viking_cuda_result error, const char *advice,
+                             const char *call, ...)
 {
+    if (error == VIKING_CUDA_SUCCESS)
+        return VIKING_OK;
     char text[160];
     va_list arguments;
     va_start(arguments, call);
@@ -64,9 +66,8 @@ static viking_status failed(const cuda *device, viking_status code, viking_cuda_
 /* For calls that have no way to report: the error must not wait for somebody else either. */
 static void forget(const cuda *device, viking_cuda_result error)
 {
-    if (error != VIKING_CUDA_SUCCESS) {
+    if (error != VIKING_CUDA_SUCCESS)
         (void)device->table.call.GetLastError();
-    }
 }
 
 /* ---- the current device ---- */
@@ -74,26 +75,20 @@ static void forget(const cuda *device, viking_cuda_result error)
 static viking_status enter(const cuda *device, int *previous)
 {
     viking_cuda_result error = device->table.call.GetDevice(previous);
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaGetDevice()");
-    }
-    if (*previous == device->index) {
+    if (error != VIKING_CUDA_SUCCESS)
+        return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaGetDevice()");
+    if (*previous == device->index)
         return VIKING_OK;
-    }
     error = device->table.call.SetDevice(device->index);
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaSetDevice(%d)", device->index);
-    }
-    return VIKING_OK;
+    return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaSetDevice(%d)", device->index);
 }
 
 /* A device that was current a moment ago refuses only when its context is lost, and then it refuses everything: the
  * result of the call in between says more than this one. */
 static void leave(const cuda *device, int previous)
 {
-    if (previous != device->index) {
+    if (previous != device->index)
         forget(device, device->table.call.SetDevice(previous));
-    }
 }
 
 /* ---- memory ---- */
@@ -103,39 +98,30 @@ static viking_status cuda_memory(viking_backend *self, size_t *free_bytes, size_
     const cuda *device = cuda_of(self);
     int previous;
     viking_status status = enter(device, &previous);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     viking_cuda_result error = device->table.call.MemGetInfo(free_bytes, total_bytes);
     leave(device, previous);
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaMemGetInfo()");
-    }
-    return VIKING_OK;
+    return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaMemGetInfo()");
 }
 
 static viking_status cuda_allocate(viking_backend *self, size_t bytes, void **out)
 {
     const cuda *device = cuda_of(self);
-    if (bytes == 0) {
+    if (bytes == 0)
         return viking_status_fail(VIKING_ERROR_INVALID, "cannot allocate 0 bytes on device %d", device->index);
-    }
     int previous;
     viking_status status = enter(device, &previous);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     viking_cuda_result error = device->table.call.Malloc(out, bytes);
     leave(device, previous);
     if (error == VIKING_CUDA_MEMORY_ALLOCATION) {
-        return failed(device, VIKING_ERROR_NO_DEVICE_MEMORY, error,
-                      "the device has too little free memory: lower the budget, or close what else uses the device",
-                      "cudaMalloc(%zu bytes)", bytes);
+        return outcome(device, VIKING_ERROR_NO_DEVICE_MEMORY, error,
+                       "the device has too little free memory: lower the budget, or close what else uses the device",
+                       "cudaMalloc(%zu bytes)", bytes);
     }
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaMalloc(%zu bytes)", bytes);
-    }
-    return VIKING_OK;
+    return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaMalloc(%zu bytes)", bytes);
 }
 
 static void cuda_release(viking_backend *self, void *address)
@@ -185,15 +171,14 @@ static viking_status cuda_pin(viking_backend *self, void *address, size_t bytes)
     }
     int previous;
     viking_status status = enter(device, &previous);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     viking_cuda_result error = device->table.call.HostRegister(address, bytes, VIKING_CUDA_HOST_REGISTER_DEFAULT);
     leave(device, previous);
     if (error != VIKING_CUDA_SUCCESS) {
         const char *advice;
         status = explain_register(error, &advice);
-        return failed(device, status, error, advice, "cudaHostRegister(%p, %zu bytes)", address, bytes);
+        return outcome(device, status, error, advice, "cudaHostRegister(%p, %zu bytes)", address, bytes);
     }
     return VIKING_OK;
 }
@@ -203,19 +188,15 @@ static viking_status cuda_unpin(viking_backend *self, void *address)
     const cuda *device = cuda_of(self);
     int previous;
     viking_status status = enter(device, &previous);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     viking_cuda_result error = device->table.call.HostUnregister(address);
     leave(device, previous);
     if (error == VIKING_CUDA_HOST_MEMORY_NOT_REGISTERED || error == VIKING_CUDA_INVALID_VALUE) {
-        return failed(device, VIKING_ERROR_INVALID, error, "no range that begins there is pinned",
-                      "cudaHostUnregister(%p)", address);
+        return outcome(device, VIKING_ERROR_INVALID, error, "no range that begins there is pinned",
+                       "cudaHostUnregister(%p)", address);
     }
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaHostUnregister(%p)", address);
-    }
-    return VIKING_OK;
+    return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaHostUnregister(%p)", address);
 }
 
 /* ---- streams ---- */
@@ -225,16 +206,14 @@ static viking_status cuda_stream_open(viking_backend *self, viking_stream *out)
     const cuda *device = cuda_of(self);
     int previous;
     viking_status status = enter(device, &previous);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     /* Non-blocking: a copy must not wait for whatever somebody launches on the default stream. */
     viking_cuda_stream stream = NULL;
     viking_cuda_result error = device->table.call.StreamCreateWithFlags(&stream, VIKING_CUDA_STREAM_NON_BLOCKING);
     leave(device, previous);
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaStreamCreateWithFlags(non-blocking)");
-    }
+    if (error != VIKING_CUDA_SUCCESS)
+        return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaStreamCreateWithFlags(non-blocking)");
     *out = (viking_stream)(void *)stream;
     return VIKING_OK;
 }
@@ -243,9 +222,8 @@ static void cuda_stream_close(viking_backend *self, viking_stream stream)
 {
     const cuda *device = cuda_of(self);
     int previous;
-    if (stream == VIKING_STREAM_CALLER || enter(device, &previous) != VIKING_OK) {
+    if (stream == VIKING_STREAM_CALLER || enter(device, &previous) != VIKING_OK)
         return;
-    }
     /* Destroying alone would return at once and let the work go on. */
     forget(device, device->table.call.StreamSynchronize(stream_of(stream)));
     forget(device, device->table.call.StreamDestroy(stream_of(stream)));
@@ -264,15 +242,11 @@ static viking_status cuda_stream_drain(viking_backend *self, viking_stream strea
     const cuda *device = cuda_of(self);
     int previous;
     viking_status status = enter_stream(device, stream, &previous);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     viking_cuda_result error = device->table.call.StreamSynchronize(stream_of(stream));
     leave(device, previous);
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaStreamSynchronize(%p)", (void *)stream);
-    }
-    return VIKING_OK;
+    return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaStreamSynchronize(%p)", (void *)stream);
 }
 
 static viking_status cuda_stream_wait(viking_backend *self, viking_stream stream, viking_event *event)
@@ -280,16 +254,12 @@ static viking_status cuda_stream_wait(viking_backend *self, viking_stream stream
     const cuda *device = cuda_of(self);
     int previous;
     viking_status status = enter_stream(device, stream, &previous);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     viking_cuda_result error = device->table.call.StreamWaitEvent(stream_of(stream), event_of(event), 0);
     leave(device, previous);
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaStreamWaitEvent(%p, %p)", (void *)stream,
-                      (void *)event);
-    }
-    return VIKING_OK;
+    return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaStreamWaitEvent(%p, %p)", (void *)stream,
+                   (void *)event);
 }
 
 static viking_status cuda_copy(viking_backend *self, viking_copy_direction direction, void *destination,
@@ -298,19 +268,14 @@ static viking_status cuda_copy(viking_backend *self, viking_copy_direction direc
     const cuda *device = cuda_of(self);
     int previous;
     viking_status status = enter_stream(device, stream, &previous);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     bool to_device = direction == VIKING_COPY_TO_DEVICE;
     viking_cuda_copy_kind kind = to_device ? VIKING_CUDA_HOST_TO_DEVICE : VIKING_CUDA_DEVICE_TO_HOST;
     viking_cuda_result error = device->table.call.MemcpyAsync(destination, source, bytes, kind, stream_of(stream));
     leave(device, previous);
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL,
-                      "cudaMemcpyAsync(%p, %p, %zu bytes, %s, stream %p)", destination, source, bytes,
-                      to_device ? "host to device" : "device to host", (void *)stream);
-    }
-    return VIKING_OK;
+    return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaMemcpyAsync(%p, %p, %zu bytes, %s, stream %p)",
+                   destination, source, bytes, to_device ? "host to device" : "device to host", (void *)stream);
 }
 
 /* ---- events ---- */
@@ -320,16 +285,15 @@ static viking_status cuda_event_open(viking_backend *self, bool timed, viking_ev
     const cuda *device = cuda_of(self);
     int previous;
     viking_status status = enter(device, &previous);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     viking_cuda_event event = NULL;
     unsigned flags = timed ? VIKING_CUDA_EVENT_DEFAULT : VIKING_CUDA_EVENT_DISABLE_TIMING;
     viking_cuda_result error = device->table.call.EventCreateWithFlags(&event, flags);
     leave(device, previous);
     if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaEventCreateWithFlags(%s)",
-                      timed ? "timed" : "not timed");
+        return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaEventCreateWithFlags(%s)",
+                       timed ? "timed" : "not timed");
     }
     *out = (viking_event *)(void *)event;
     return VIKING_OK;
@@ -350,25 +314,20 @@ static viking_status cuda_event_record(viking_backend *self, viking_event *event
     const cuda *device = cuda_of(self);
     int previous;
     viking_status status = enter_stream(device, stream, &previous);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     viking_cuda_result error = device->table.call.EventRecord(event_of(event), stream_of(stream));
     leave(device, previous);
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaEventRecord(%p, stream %p)", (void *)event,
-                      (void *)stream);
-    }
-    return VIKING_OK;
+    return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaEventRecord(%p, stream %p)", (void *)event,
+                   (void *)stream);
 }
 
 static viking_status cuda_event_reached(viking_backend *self, viking_event *event, bool *out)
 {
     const cuda *device = cuda_of(self);
     viking_cuda_result error = device->table.call.EventQuery(event_of(event));
-    if (error != VIKING_CUDA_SUCCESS && error != VIKING_CUDA_NOT_READY) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaEventQuery(%p)", (void *)event);
-    }
+    if (error != VIKING_CUDA_SUCCESS && error != VIKING_CUDA_NOT_READY)
+        return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaEventQuery(%p)", (void *)event);
     forget(device, error); /* "not ready" is kept as a last error too */
     *out = error == VIKING_CUDA_SUCCESS;
     return VIKING_OK;
@@ -378,10 +337,7 @@ static viking_status cuda_event_drain(viking_backend *self, viking_event *event)
 {
     const cuda *device = cuda_of(self);
     viking_cuda_result error = device->table.call.EventSynchronize(event_of(event));
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaEventSynchronize(%p)", (void *)event);
-    }
-    return VIKING_OK;
+    return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaEventSynchronize(%p)", (void *)event);
 }
 
 static viking_status cuda_event_elapsed(viking_backend *self, viking_event *from, viking_event *to, uint64_t *out_ns)
@@ -394,14 +350,14 @@ static viking_status cuda_event_elapsed(viking_backend *self, viking_event *from
         *out_ns = milliseconds > 0 ? (uint64_t)((double)milliseconds * 1e6) : 0;
         return VIKING_OK;
     case VIKING_CUDA_NOT_READY:
-        return failed(device, VIKING_ERROR_STATE, error, "both events must be reached", "cudaEventElapsedTime(%p, %p)",
-                      (void *)from, (void *)to);
+        return outcome(device, VIKING_ERROR_STATE, error, "both events must be reached", "cudaEventElapsedTime(%p, %p)",
+                       (void *)from, (void *)to);
     case VIKING_CUDA_INVALID_RESOURCE_HANDLE:
-        return failed(device, VIKING_ERROR_INVALID, error, "both events must be opened as timed, and recorded",
-                      "cudaEventElapsedTime(%p, %p)", (void *)from, (void *)to);
+        return outcome(device, VIKING_ERROR_INVALID, error, "both events must be opened as timed, and recorded",
+                       "cudaEventElapsedTime(%p, %p)", (void *)from, (void *)to);
     default:
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaEventElapsedTime(%p, %p)", (void *)from,
-                      (void *)to);
+        return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaEventElapsedTime(%p, %p)", (void *)from,
+                       (void *)to);
     }
 }
 
@@ -466,16 +422,14 @@ viking_status viking_cuda_device_count(const char *runtime_path, int *out)
 viking_status viking_cuda_open(int index, const char *runtime_path, viking_backend **out)
 {
     cuda *device = calloc(1, sizeof *device);
-    if (!device) {
+    if (!device)
         return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory left to open CUDA device %d", index);
-    }
     device->base.operations = &operations;
     device->index = index;
     int count = 0;
     viking_status status = viking_cuda_table_open(runtime_path, viking_cuda_table_names, &device->table);
-    if (status == VIKING_OK) {
+    if (status == VIKING_OK)
         status = count_devices(&device->table, &count);
-    }
     if (status == VIKING_OK && (index < 0 || index >= count)) {
         status = viking_status_fail(VIKING_ERROR_UNSUPPORTED,
                                     "there is no CUDA device %d: %d are visible, numbered from 0 (CUDA_VISIBLE_DEVICES "
@@ -494,13 +448,11 @@ viking_status viking_cuda_versions_of(viking_backend *self, viking_cuda_versions
 {
     const cuda *device = cuda_of(self);
     viking_cuda_result error = device->table.call.RuntimeGetVersion(&out->runtime);
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaRuntimeGetVersion()");
-    }
+    if (error != VIKING_CUDA_SUCCESS)
+        return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaRuntimeGetVersion()");
     error = device->table.call.DriverGetVersion(&out->driver);
-    if (error != VIKING_CUDA_SUCCESS) {
-        return failed(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaDriverGetVersion()");
-    }
+    if (error != VIKING_CUDA_SUCCESS)
+        return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaDriverGetVersion()");
     memcpy(out->library, device->table.library, sizeof out->library);
     return VIKING_OK;
 }

@@ -28,9 +28,8 @@ static viking_status fill(viking_library *library, const char *name, viking_cuda
 {
     const char *missing = NULL;
 #define RESOLVE(function, result, parameters)                                                                          \
-    if (!resolve(library, "cuda" #function, &out->call.function, sizeof out->call.function)) {                         \
-        missing = "cuda" #function;                                                                                    \
-    }
+    if (!resolve(library, "cuda" #function, &out->call.function, sizeof out->call.function))                           \
+        missing = "cuda" #function;
     VIKING_CUDA_FUNCTIONS(RESOLVE)
 #undef RESOLVE
     if (missing) {
@@ -54,11 +53,9 @@ viking_status viking_cuda_table_open(const char *path, const char *const *names,
         return status == VIKING_OK ? fill(library, path, out) : status;
     }
     for (int loaded_only = 1; loaded_only >= 0; loaded_only--) {
-        for (const char *const *name = names; *name; name++) {
-            if (viking_library_open(*name, loaded_only, &library) == VIKING_OK) {
+        for (const char *const *name = names; *name; name++)
+            if (viking_library_open(*name, loaded_only, &library) == VIKING_OK)
                 return fill(library, *name, out);
-            }
-        }
     }
     char tried[128] = "";
     for (const char *const *name = names; *name; name++) {

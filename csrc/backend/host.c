@@ -117,9 +117,8 @@ static viking_status enter_fallible(viking_backend *self, const char *call, host
 {
     host *device = enter(self);
     *out = device;
-    if (device->fail_in == 0 || --device->fail_in > 0) {
+    if (device->fail_in == 0 || --device->fail_in > 0)
         return VIKING_OK;
-    }
     viking_status code = device->fail_code;
     unsigned long long number = device->calls;
     viking_mutex_unlock(device->mutex);
@@ -135,27 +134,24 @@ static viking_status no_memory(const char *call)
 
 static void moment_drop(moment *self)
 {
-    if (self && --self->references == 0) {
+    if (self && --self->references == 0)
         free(self);
-    }
 }
 
 static void moment_reach(host *device, moment *self, bool timed)
 {
     self->reached_ns = timed ? viking_os_clock_ns() : 0;
     self->reached = true;
-    if (self->waiting) {
+    if (self->waiting)
         viking_condition_broadcast(device->progress);
-    }
 }
 
 /* Lets go of the mutex while it waits; the caller has a reference. */
 static void moment_await(host *device, moment *self)
 {
     self->waiting++;
-    while (!self->reached) {
+    while (!self->reached)
         viking_condition_wait(device->progress, device->mutex);
-    }
     self->waiting--;
 }
 
@@ -164,9 +160,8 @@ static void moment_await(host *device, moment *self)
 static void pause_until(uint64_t deadline_ns)
 {
     uint64_t now = viking_os_clock_ns();
-    if (deadline_ns > now + SPIN_NS) {
+    if (deadline_ns > now + SPIN_NS)
         viking_os_sleep_ns(deadline_ns - now - SPIN_NS);
-    }
     while (viking_os_clock_ns() < deadline_ns) {
     }
 }
@@ -265,18 +260,15 @@ static void work(void *argument)
     viking_mutex_lock(device->mutex);
     for (;;) {
         stream->idle = true;
-        while (!stream->head && !stream->closing) {
+        while (!stream->head && !stream->closing)
             viking_condition_wait(stream->work, device->mutex);
-        }
         stream->idle = false;
         item *it = stream->head;
-        if (!it) {
+        if (!it)
             break;
-        }
         stream->head = it->next;
-        if (!stream->head) {
+        if (!stream->head)
             stream->tail = &stream->head;
-        }
         viking_mutex_unlock(device->mutex);
         run(stream, it);
         viking_mutex_lock(device->mutex);
@@ -291,9 +283,8 @@ static void queue(struct viking_stream_tag *stream, item *it)
 {
     *stream->tail = it;
     stream->tail = &it->next;
-    if (stream->idle) {
+    if (stream->idle)
         viking_condition_broadcast(stream->work);
-    }
 }
 
 /* With the mutex held. Make a moment and queue its record (on VIKING_STREAM_CALLER it is reached at once); the caller
@@ -326,27 +317,23 @@ static viking_status host_stream_open(viking_backend *self, viking_stream *out)
 {
     host *device;
     viking_status status = enter_fallible(self, "stream_open", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     uint64_t number = ++device->stream_count;
     viking_mutex_unlock(device->mutex);
 
     struct viking_stream_tag *stream = calloc(1, sizeof *stream);
-    if (!stream) {
+    if (!stream)
         return no_memory("stream_open");
-    }
     stream->device = device;
     stream->tail = &stream->head;
     stream->random = device->options.seed * 0xd1342543de82ef95u + number;
     status = viking_condition_open(&stream->work);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         goto fail;
-    }
     status = viking_thread_start(work, stream, &stream->thread);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         goto fail;
-    }
     viking_mutex_lock(device->mutex);
     stream->next = device->streams;
     device->streams = stream;
@@ -364,9 +351,8 @@ fail:
 static void stream_end(host *device, struct viking_stream_tag *stream)
 {
     struct viking_stream_tag **link = &device->streams;
-    while (*link != stream) {
+    while (*link != stream)
         link = &(*link)->next;
-    }
     *link = stream->next;
     stream->closing = true;
     viking_condition_broadcast(stream->work);
@@ -391,9 +377,8 @@ static viking_status host_stream_drain(viking_backend *self, viking_stream strea
 {
     host *device;
     viking_status status = enter_fallible(self, "stream_drain", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     if (stream != VIKING_STREAM_CALLER) {
         moment *end = NULL;
         status = queue_record(device, stream, false, "stream_drain", &end);
@@ -412,14 +397,12 @@ static viking_status host_event_open(viking_backend *self, bool timed, viking_ev
 {
     host *device;
     viking_status status = enter_fallible(self, "event_open", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     viking_mutex_unlock(device->mutex);
     viking_event *event = calloc(1, sizeof *event);
-    if (!event) {
+    if (!event)
         return no_memory("event_open");
-    }
     event->timed = timed;
     *out = event;
     return VIKING_OK;
@@ -428,9 +411,8 @@ static viking_status host_event_open(viking_backend *self, bool timed, viking_ev
 static void host_event_close(viking_backend *self, viking_event *event)
 {
     host *device = enter(self);
-    if (event) {
+    if (event)
         moment_drop(event->latest);
-    }
     viking_mutex_unlock(device->mutex);
     free(event);
 }
@@ -439,9 +421,8 @@ static viking_status host_event_record(viking_backend *self, viking_event *event
 {
     host *device;
     viking_status status = enter_fallible(self, "event_record", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     moment *fresh = NULL;
     status = queue_record(device, stream, event->timed, "event_record", &fresh);
     if (status == VIKING_OK) {
@@ -456,9 +437,8 @@ static viking_status host_event_reached(viking_backend *self, viking_event *even
 {
     host *device;
     viking_status status = enter_fallible(self, "event_reached", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     *out = !event->latest || event->latest->reached;
     viking_mutex_unlock(device->mutex);
     return VIKING_OK;
@@ -479,9 +459,8 @@ static viking_status host_event_drain(viking_backend *self, viking_event *event)
 {
     host *device;
     viking_status status = enter_fallible(self, "event_drain", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     await_latest(device, event);
     viking_mutex_unlock(device->mutex);
     return VIKING_OK;
@@ -491,9 +470,8 @@ static viking_status host_event_elapsed(viking_backend *self, viking_event *from
 {
     host *device;
     viking_status status = enter_fallible(self, "event_elapsed", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     if (!from->timed || !to->timed) {
         status = viking_status_fail(VIKING_ERROR_INVALID, "host backend: event_elapsed needs two timed events");
     } else if (!from->latest || !to->latest || !from->latest->reached || !to->latest->reached) {
@@ -512,9 +490,8 @@ static viking_status host_stream_wait(viking_backend *self, viking_stream stream
 {
     host *device;
     viking_status status = enter_fallible(self, "stream_wait", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     if (stream == VIKING_STREAM_CALLER) {
         await_latest(device, event);
     } else if (event->latest) {
@@ -539,17 +516,15 @@ static viking_status host_copy(viking_backend *self, viking_copy_direction direc
 {
     host *device;
     viking_status status = enter_fallible(self, "copy", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     bool paced = device->options.bytes_per_second != 0;
     if (stream == VIKING_STREAM_CALLER) {
         viking_mutex_unlock(device->mutex);
-        if (paced) {
+        if (paced)
             copy_paced(device, direction, destination, source, bytes, viking_os_clock_ns());
-        } else {
+        else
             memcpy(destination, source, bytes);
-        }
         return VIKING_OK;
     }
     item *it = calloc(1, sizeof *it);
@@ -575,9 +550,8 @@ viking_status viking_host_launch(viking_backend *self, viking_stream stream, voi
         return VIKING_OK;
     }
     item *it = calloc(1, sizeof *it);
-    if (!it) {
+    if (!it)
         return no_memory("viking_host_launch");
-    }
     it->kind = ITEM_LAUNCH;
     it->body = body;
     it->argument = argument;
@@ -607,9 +581,8 @@ static viking_status host_memory(viking_backend *self, size_t *free_bytes, size_
 {
     host *device;
     viking_status status = enter_fallible(self, "memory", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     *total_bytes = (size_t)device->options.memory_bytes;
     *free_bytes = (size_t)(device->options.memory_bytes - device->allocated_bytes);
     viking_mutex_unlock(device->mutex);
@@ -620,9 +593,8 @@ static viking_status host_allocate(viking_backend *self, size_t bytes, void **ou
 {
     host *device;
     viking_status status = enter_fallible(self, "allocate", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     uint64_t free_bytes = device->options.memory_bytes - device->allocated_bytes;
     if (bytes == 0 || bytes > free_bytes) {
         status = bytes ? VIKING_ERROR_NO_DEVICE_MEMORY : VIKING_ERROR_INVALID;
@@ -695,13 +667,11 @@ static viking_status host_pin(viking_backend *self, void *address, size_t bytes)
 {
     host *device;
     viking_status status = enter_fallible(self, "pin", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     status = check_pin(device, address, bytes);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         goto done;
-    }
     block *made = calloc(1, sizeof *made);
     if (!made) {
         status = no_memory("pin");
@@ -721,9 +691,8 @@ static viking_status host_unpin(viking_backend *self, void *address)
 {
     host *device;
     viking_status status = enter_fallible(self, "unpin", &device);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     block *found = take_block(&device->pins, address);
     if (found) {
         device->pinned_bytes -= found->bytes;
@@ -787,21 +756,18 @@ static const viking_backend_operations operations = {
 viking_status viking_host_open(const viking_host_options *options, viking_backend **out)
 {
     host *device = calloc(1, sizeof *device);
-    if (!device) {
+    if (!device)
         return no_memory("viking_host_open");
-    }
     device->base.operations = &operations;
-    if (options) {
+    if (options)
         device->options = *options;
-    }
     if (device->options.memory_bytes == 0) {
         uint64_t machine = viking_os_memory_bytes();
         device->options.memory_bytes = machine ? machine : SIZE_MAX;
     }
     viking_status status = viking_mutex_open(&device->mutex);
-    if (status == VIKING_OK) {
+    if (status == VIKING_OK)
         status = viking_condition_open(&device->progress);
-    }
     if (status != VIKING_OK) {
         viking_mutex_close(device->mutex);
         free(device);
