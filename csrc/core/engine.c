@@ -1,0 +1,446 @@
+/* A step: passes, uses, and the look-ahead that feeds them.
+ *
+ * The look-ahead walks the predicted sequence of uses ahead of the real one, without a limit but one period. For each
+ * use it asks: will the weight be there? If not, its copy is queued as soon as no use, in progress or foreseen
+ * before it, needs the bytes that it overwrites; until then the look-ahead waits there, and each release lets it try
+ * again. With fixed addresses this yields exactly the fetch list of plan.h on a path that repeats, and the right one
+ * from any other contents: what an unforeseen use, an edit or another model's pass has left behind needs no repair.
+ *
+ * Whatever the prediction, a use itself only trusts `present`, which follows the copies that were really queued.
+ */
+#include "engine.h"
+
+#include "engine_private.h"
+
+enum { PROFILE_INTERVAL = 32, PROFILE_FIRST = 3 };
+
+viking_status viking_engine_enter(viking_engine *engine)
+{
+    if (viking_os_forked())
+        return viking_status_fail(VIKING_ERROR_STATE,
+                                  "this process was forked from one that streams weights: the weights are not in the "
+                                  "child; do the model's work in the parent, or start workers with spawn");
+    viking_mutex_lock(engine->lock);
+    return VIKING_OK;
+}
+
+void viking_engine_leave(viking_engine *engine)
+{
+    viking_mutex_unlock(engine->lock);
+}
+
+viking_status viking_engine_known(const viking_engine *engine, uint32_t weight)
+{
+    if (weight >= engine->count || engine->weights[weight].home == NULL)
+        return viking_status_fail(VIKING_ERROR_STATE, "weight %u is not managed by this engine", weight);
+    return VIKING_OK;
+}
+
+bool viking_engine_may_block(const viking_engine *engine)
+{
+    return atomic_load_explicit(&engine->may_block, memory_order_relaxed);
+}
+
+/* ---- copies ---- */
+
+static viking_status after_neighbours(viking_engine *engine, uint32_t weight)
+{
+    const viking_map *map = engine->slab.map;
+    for (uint32_t i = map->neighbour_begin[weight]; i < map->neighbour_begin[weight + 1]; i++) {
+        viking_status status = viking_queue_after(&engine->queue, &engine->weights[map->neighbours[i]].fence);
+        if (status != VIKING_OK)
+            return status;
+    }
+    return viking_queue_after(&engine->queue, &engine->weights[weight].fence);
+}
+
+static viking_status after_range(viking_engine *engine, uint64_t offset, uint64_t bytes)
+{
+    for (uint32_t w = 0; w < engine->slab.map->count; w++) {
+        if (!viking_slab_intersects(&engine->slab, w, offset, bytes))
+            continue;
+        viking_status status = viking_queue_after(&engine->queue, &engine->weights[w].fence);
+        if (status != VIKING_OK)
+            return status;
+    }
+    return VIKING_OK;
+}
+
+/* `weight` is overwritten. True if the look-ahead had counted on it. */
+static bool evict(viking_engine *engine, uint32_t weight)
+{
+    bool counted_on = engine->slab.present[weight] && engine->weights[weight].foreseen > engine->position;
+    engine->slab.present[weight] = false;
+    return counted_on;
+}
+
+/* Queue the copy of a weight to its own address, or to another one (a displaced use). Nothing in progress is in the
+ * way. *out_upset: the look-ahead counted on something that is gone now. */
+static viking_status fetch(viking_engine *engine, uint32_t weight, uint64_t offset, bool *out_upset)
+{
+    viking_weight *self = &engine->weights[weight];
+    const viking_map *map = engine->slab.map;
+    bool displaced = offset != map->offsets[weight];
+    viking_status status =
+        displaced ? after_range(engine, offset, self->bytes) : after_neighbours(engine, weight);
+    if (status == VIKING_OK && displaced)
+        status = viking_queue_after(&engine->queue, &self->fence);
+    if (status != VIKING_OK)
+        return status;
+    *out_upset = false;
+    if (displaced) {
+        for (uint32_t w = 0; w < map->count; w++)
+            if (viking_slab_intersects(&engine->slab, w, offset, self->bytes))
+                *out_upset |= evict(engine, w);
+    } else {
+        for (uint32_t i = map->neighbour_begin[weight]; i < map->neighbour_begin[weight + 1]; i++)
+            *out_upset |= evict(engine, map->neighbours[i]);
+    }
+    uint32_t span = UINT32_MAX;
+    status = viking_profile_begin(&engine->profile, VIKING_PROFILE_COPY, weight, engine->queue.stream, &span);
+    if (status == VIKING_OK)
+        status = viking_queue_copy(&engine->queue, &self->fence, engine->slab.base + offset, self->home->address,
+                                   self->bytes);
+    if (status == VIKING_OK)
+        status = viking_profile_end(&engine->profile, span, engine->queue.stream);
+    if (status != VIKING_OK)
+        return status;
+    engine->slab.present[weight] = !displaced;
+    self->fetches++;
+    engine->pass_fetched += self->bytes;
+    engine->total_fetched += self->bytes;
+    if (map->resident[weight])
+        viking_engine_update_may_block(engine);
+    return VIKING_OK;
+}
+
+/* ---- the look-ahead ---- */
+
+void viking_engine_look_again(viking_engine *engine)
+{
+    for (uint32_t w = 0; w < engine->count; w++)
+        if (engine->weights[w].foreseen > engine->position)
+            engine->weights[w].foreseen = 0;
+    engine->ahead = engine->paths.expected;
+    engine->ahead_position = engine->position;
+}
+
+/* Bytes that a fetch of the weight would overwrite are needed by a use in progress or by one foreseen earlier. */
+static bool gate_is_shut(const viking_engine *engine, uint32_t weight)
+{
+    const viking_map *map = engine->slab.map;
+    for (uint32_t i = map->neighbour_begin[weight]; i < map->neighbour_begin[weight + 1]; i++)
+        if (engine->weights[map->neighbours[i]].foreseen > engine->position)
+            return true;
+    return viking_slab_blocked(&engine->slab, weight);
+}
+
+static uint64_t horizon(const viking_engine *engine)
+{
+    uint32_t path = engine->paths.expected.path;
+    return path == VIKING_NO_PATH ? 0 : engine->paths.paths[path].trace.count;
+}
+
+static viking_status look_ahead(viking_engine *engine)
+{
+    if (engine->slab.base == NULL)
+        return VIKING_OK;
+    uint64_t limit = engine->position + horizon(engine);
+    while (engine->ahead_position < limit) {
+        viking_cursor next = engine->ahead;
+        const viking_use *use = viking_paths_next(&engine->paths, &next);
+        if (use == NULL || use->weight >= engine->slab.map->count)
+            return VIKING_OK;
+        if (!engine->slab.present[use->weight]) {
+            if (gate_is_shut(engine, use->weight))
+                return VIKING_OK;
+            bool upset = false;
+            viking_status status = fetch(engine, use->weight, engine->slab.map->offsets[use->weight], &upset);
+            if (status != VIKING_OK)
+                return status;
+        }
+        engine->weights[use->weight].foreseen = engine->ahead_position + 1;
+        engine->ahead = next;
+        engine->ahead_position++;
+    }
+    return VIKING_OK;
+}
+
+/* ---- passes ---- */
+
+/* Bytes that any executor must fetch for a pass over this trace, however it plans: a sweep that follows another one
+ * finds at most a slab full of what it needs. */
+static uint64_t floor_of(const viking_engine *engine, uint32_t path)
+{
+    const viking_trace *trace = &engine->paths.paths[path].trace;
+    uint64_t touched = 0;
+    uint32_t distinct = 0;
+    for (uint32_t w = 0; w < engine->slab.map->count; w++) {
+        bool used = false;
+        for (uint32_t i = 0; i < trace->count && !used; i++)
+            used = trace->uses[i].weight == w;
+        touched += used ? engine->slab.map->bytes[w] : 0;
+        distinct += used;
+    }
+    uint64_t missing = touched > engine->slab.map->slab_bytes ? touched - engine->slab.map->slab_bytes : 0;
+    return trace->count > distinct ? 2 * missing : missing;
+}
+
+static void end_pass(viking_engine *engine, uint32_t learned)
+{
+    engine->passes++;
+    if (engine->training) {
+        engine->steps++;
+        engine->fetched_bytes = engine->pass_fetched;
+        if (engine->slab.map != NULL && (learned != VIKING_NO_PATH || engine->floor_bytes == 0))
+            engine->floor_bytes = floor_of(engine, engine->paths.previous);
+    }
+    engine->pass_fetched = 0;
+    if (engine->profile.running) {
+        viking_profile_stop(&engine->profile);
+        engine->profiled = true;
+    }
+}
+
+const viking_trace *viking_engine_main_path(const viking_engine *engine)
+{
+    const viking_trace *longest = NULL;
+    for (uint32_t i = 0; i < engine->paths.count; i++) {
+        const viking_trace *trace = &engine->paths.paths[i].trace;
+        if (longest == NULL || trace->count > longest->count)
+            longest = trace;
+    }
+    return longest;
+}
+
+/* Ring addresses ascend in the order that the layout was made for, wrapping now and then: a path that visits them in
+ * another order would be served better by a layout of its own. Only a longer path than the layout's is worth one, so
+ * that a model whose order changes all the time does not move its weights all the time. */
+static bool out_of_order(const viking_engine *engine, const viking_trace *trace)
+{
+    const viking_map *map = engine->slab.map;
+    if (map == NULL || map->ring_bytes == 0 || trace->count <= engine->layout_path_uses)
+        return false;
+    uint64_t lost = 0;
+    uint64_t previous_end = 0;
+    uint64_t ring = map->ring_bytes;
+    for (uint32_t i = 0; i < trace->count; i++) {
+        uint32_t w = trace->uses[i].weight;
+        if (w >= map->count)
+            return true;
+        bool first = true;
+        for (uint32_t k = 0; k < i && first; k++)
+            first = trace->uses[k].weight != w;
+        if (!first || map->resident[w])
+            continue;
+        lost += (map->offsets[w] + ring - previous_end) % ring;
+        previous_end = map->offsets[w] + map->bytes[w];
+    }
+    return lost > ring;
+}
+
+viking_status viking_engine_pass_begin(viking_engine *engine, uint64_t key, bool training, viking_stream stream,
+                                       bool *out_stale)
+{
+    *out_stale = false;
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    bool steady = false;
+    bool had_uses = engine->paths.uses > 0;
+    uint32_t learned = VIKING_NO_PATH;
+    status = viking_paths_begin(&engine->paths, key, &steady, &learned);
+    if (status != VIKING_OK)
+        goto done;
+    if (had_uses)
+        end_pass(engine, learned);
+    if (learned != VIKING_NO_PATH)
+        *out_stale = out_of_order(engine, &engine->paths.paths[learned].trace);
+    if (!steady)
+        viking_engine_look_again(engine);
+    engine->training = training;
+    bool due = engine->passes % PROFILE_INTERVAL == PROFILE_FIRST;
+    if ((due || engine->profile_asked) && had_uses) {
+        status = viking_profile_start(&engine->profile, stream);
+        engine->profile_asked = false;
+        engine->profiled = false;
+    }
+    if (status == VIKING_OK)
+        status = look_ahead(engine);
+done:
+    viking_engine_leave(engine);
+    return status;
+}
+
+/* ---- uses ---- */
+
+/* Bring the weight, which is not at its address, for a use that begins now: to its address if no use in progress is
+ * in the way, else wherever there is room. */
+static viking_status fetch_on_demand(viking_engine *engine, uint32_t weight, uint64_t *out_offset)
+{
+    viking_slab *slab = &engine->slab;
+    *out_offset = slab->map->offsets[weight];
+    const viking_lease *displaced = viking_slab_displaced(slab, weight);
+    if (displaced != NULL) { /* a use of it in progress has it already */
+        *out_offset = displaced->offset;
+        return VIKING_OK;
+    }
+    if (viking_slab_blocked(slab, weight)) {
+        viking_status status =
+            viking_slab_gap(slab, engine->weights[weight].bytes, viking_thread_identity(), out_offset);
+        if (status != VIKING_OK)
+            return status;
+    }
+    bool upset = false;
+    viking_status status = fetch(engine, weight, *out_offset, &upset);
+    if (status != VIKING_OK)
+        return status;
+    engine->demand_fetches++;
+    if (upset)
+        viking_engine_look_again(engine);
+    return VIKING_OK;
+}
+
+static viking_status usable(const viking_engine *engine, uint32_t weight)
+{
+    viking_status status = viking_engine_known(engine, weight);
+    if (status != VIKING_OK)
+        return status;
+    if (engine->slab.base == NULL || weight >= engine->slab.map->count)
+        return viking_status_fail(VIKING_ERROR_STATE, "weight %u has no place on the device yet: its engine is without "
+                                                      "a layout, or was given the weight after its last one", weight);
+    return VIKING_OK;
+}
+
+/* What acquire leaves to do outside the lock. */
+typedef struct use_in_progress {
+    uint32_t reader;
+    uint32_t span;
+    bool block; /* the caller has to wait for the copy itself */
+} use_in_progress;
+
+/* The use takes its place in the sequence. A pass that began again without a root entry ends the one before. */
+static viking_status write_down(viking_engine *engine, uint32_t weight, uint32_t *out_index)
+{
+    bool expected = false;
+    uint64_t pass = engine->paths.pass;
+    viking_status status = viking_paths_use(&engine->paths, weight, VIKING_USE_READ, out_index, &expected);
+    if (status != VIKING_OK)
+        return status;
+    if (engine->paths.pass != pass)
+        end_pass(engine, VIKING_NO_PATH);
+    engine->position++;
+    engine->weights[weight].uses++;
+    if (!expected || engine->ahead_position < engine->position)
+        viking_engine_look_again(engine);
+    return VIKING_OK;
+}
+
+static viking_status begin_use(viking_engine *engine, uint32_t weight, viking_stream stream, viking_acquired *out,
+                               use_in_progress *out_use)
+{
+    uintptr_t thread = viking_thread_identity();
+    uint32_t index = 0;
+    uint64_t offset = engine->slab.map->offsets[weight];
+    viking_status status = viking_queue_reader(&engine->queue, stream, thread, &out_use->reader);
+    if (status == VIKING_OK)
+        status = viking_slab_reserve(&engine->slab);
+    /* Before the use is written down, so that a BUSY attempt leaves no trace. */
+    if (status == VIKING_OK && !engine->slab.present[weight])
+        status = fetch_on_demand(engine, weight, &offset);
+    if (status == VIKING_OK)
+        status = write_down(engine, weight, &index);
+    if (status == VIKING_OK)
+        status = viking_profile_begin(&engine->profile, VIKING_PROFILE_USE, weight, stream, &out_use->span);
+    if (status == VIKING_OK)
+        status = viking_queue_await(&engine->queue, out_use->reader, &engine->weights[weight].fence, &out_use->block);
+    if (status == VIKING_OK && !out_use->block)
+        status = viking_profile_end(&engine->profile, out_use->span, stream);
+    if (status != VIKING_OK)
+        return status;
+    viking_lease *lease = viking_slab_acquire(&engine->slab, weight, offset, thread);
+    lease->pass = engine->paths.pass;
+    lease->use = index;
+    *out = (viking_acquired){.ticket = lease->ticket, .address = engine->slab.base + offset, .layout = engine->layouts};
+    return VIKING_OK;
+}
+
+/* The copy is waited for by the calling thread. The use is in progress, so no later copy of its weight can be queued
+ * meanwhile and the event stays what it is. */
+static viking_status block(viking_engine *engine, uint32_t weight, const use_in_progress *use, viking_stream stream)
+{
+    viking_status status = viking_queue_block(&engine->queue, &engine->weights[weight].fence);
+    if (use->span != UINT32_MAX || status != VIKING_OK) {
+        viking_status entered = viking_engine_enter(engine);
+        if (entered != VIKING_OK)
+            return entered;
+        if (status == VIKING_OK)
+            status = viking_profile_end(&engine->profile, use->span, stream);
+        else
+            viking_queue_distrust(&engine->queue, use->reader);
+        viking_engine_leave(engine);
+    }
+    return status;
+}
+
+viking_status viking_engine_acquire(viking_engine *engine, uint32_t weight, viking_stream stream, viking_acquired *out)
+{
+    use_in_progress use = {.span = UINT32_MAX};
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = usable(engine, weight);
+    if (status == VIKING_OK)
+        status = begin_use(engine, weight, stream, out, &use);
+    viking_engine_leave(engine);
+    if (status != VIKING_OK || !use.block)
+        return status;
+    status = block(engine, weight, &use, stream);
+    if (status != VIKING_OK)
+        viking_engine_release(engine, out->ticket, stream);
+    return status;
+}
+
+/* The reader that a use is released on. One that cannot be made is waited for here and now instead. */
+static viking_status release_on(viking_engine *engine, viking_stream stream, viking_fence *fence)
+{
+    uint32_t reader = 0;
+    viking_status status = viking_queue_reader(&engine->queue, stream, viking_thread_identity(), &reader);
+    if (status == VIKING_OK)
+        return viking_queue_release(&engine->queue, reader, fence);
+    engine->backend->operations->stream_drain(engine->backend, stream);
+    return status;
+}
+
+viking_status viking_engine_release(viking_engine *engine, uint64_t ticket, viking_stream stream)
+{
+    viking_lease lease;
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = viking_slab_release(&engine->slab, ticket, &lease);
+    if (status != VIKING_OK)
+        goto done;
+    viking_paths_release(&engine->paths, lease.pass, lease.use);
+    viking_condition_broadcast(engine->released);
+    status = release_on(engine, stream, &engine->weights[lease.weight].fence);
+    /* A displaced use leaves its place for good; rather than remember who was there, wait for it now. */
+    if (status == VIKING_OK && lease.displaced)
+        status = viking_queue_after(&engine->queue, &engine->weights[lease.weight].fence);
+    if (status == VIKING_OK)
+        status = look_ahead(engine);
+done:
+    viking_engine_leave(engine);
+    return status;
+}
+
+viking_status viking_engine_wait_release(viking_engine *engine)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    if (engine->slab.lease_count > 0)
+        viking_condition_wait(engine->released, engine->lock);
+    viking_engine_leave(engine);
+    return VIKING_OK;
+}

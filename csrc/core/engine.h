@@ -1,0 +1,130 @@
+/* The engine of one device: learns the order of uses, keeps the weights that are needed next on the device, and
+ * says at each use where its bytes are.
+ *
+ *     pass_begin   a root module is entered
+ *     acquire      a weight is used: its bytes are at slab + lease.offset for the work that `stream` is given
+ *                  between this call and
+ *     release      with the stream on which that work was queued
+ *
+ * acquire never decides anything on the known path: the copy was queued long before, and what is left is one event
+ * wait for a streamed weight and nothing for a resident one. A use that was not foreseen is fetched on demand.
+ *
+ * Threads: every function may be called from any thread; one lock covers the engine (see csrc/README.md for the
+ * order of locks). On a backend with caller_blocks, acquire may wait for a copy; elsewhere only a copy from pageable
+ * memory makes it wait (viking_engine_may_block). After a fork, the child gets STATE from all of them.
+ */
+#ifndef VIKING_CORE_ENGINE_H
+#define VIKING_CORE_ENGINE_H
+
+#include "home.h"
+#include "profile.h"
+#include "plan.h"
+
+typedef struct viking_engine viking_engine;
+
+/* Takes over the backend, also on failure. */
+viking_status viking_engine_open(viking_backend *backend, viking_engine **out);
+/* Waits for its copies and for all work on the device that was given to it to read; closes the backend. Homes must
+ * outlive it unless their weights were removed. NULL is allowed. */
+void viking_engine_close(viking_engine *engine);
+
+/* ---- weights ---- */
+
+/* A weight of `bytes` in `home`, which must outlive its removal. It can be used after the next layout. */
+viking_status viking_engine_add(viking_engine *engine, viking_home *home, uint64_t bytes, uint32_t *out_weight);
+/* Waits for copies that still read its home, and unpins it. STATE while a use of it is in progress. */
+viking_status viking_engine_remove(viking_engine *engine, uint32_t weight);
+
+/* The host bytes have changed: the next use fetches them again. Copies in flight may still read the home. */
+viking_status viking_engine_invalidate(viking_engine *engine, uint32_t weight);
+/* Wait until no copy reads any home. */
+viking_status viking_engine_drain_copies(viking_engine *engine);
+
+/* ---- layout ---- */
+
+/* Find addresses for all weights under a budget; nothing changes yet. *out_slab_bytes: the slab that it needs. */
+viking_status viking_engine_layout(viking_engine *engine, uint64_t budget_bytes, uint64_t *out_slab_bytes);
+/* The smallest and the largest budget that make a difference. */
+viking_status viking_engine_budget_range(viking_engine *engine, uint64_t *out_smallest, uint64_t *out_largest);
+/* Put the layout found last into force over device memory at `base` (VIKING_ALIGNMENT aligned), which work queued on
+ * `stream` may still be using. With the base of before, what kept its address keeps its bytes. STATE while uses are
+ * in progress. */
+viking_status viking_engine_use_layout(viking_engine *engine, void *base, viking_stream stream);
+/* Nothing touches the slab any more once this returns: copies and readers are waited for. */
+viking_status viking_engine_drop_slab(viking_engine *engine);
+
+/* Pin the home of a streamed weight, unpin that of a resident one; the error of the backend where it refuses, the
+ * weight is then streamed from pageable memory. */
+viking_status viking_engine_pin(viking_engine *engine, uint32_t weight);
+/* Unpin, whatever the weight is. */
+viking_status viking_engine_unpin(viking_engine *engine, uint32_t weight);
+
+/* ---- a step ---- */
+
+/* `key` names the root module and the grad mode. *out_stale: the order differs from the one that the layout was made
+ * for, so that a new one would serve better. */
+viking_status viking_engine_pass_begin(viking_engine *engine, uint64_t key, bool training, viking_stream stream,
+                                       bool *out_stale);
+
+typedef struct viking_acquired {
+    uint64_t ticket; /* for release */
+    void *address;   /* of the bytes on the device */
+    uint64_t layout; /* changes when addresses may have: what is cached per address is void then */
+} viking_acquired;
+
+/* BUSY: the uses of other threads leave no room; try again after viking_engine_wait_release. */
+viking_status viking_engine_acquire(viking_engine *engine, uint32_t weight, viking_stream stream,
+                                    viking_acquired *out);
+viking_status viking_engine_release(viking_engine *engine, uint64_t ticket, viking_stream stream);
+/* Wait until some use ends. */
+viking_status viking_engine_wait_release(viking_engine *engine);
+
+/* acquire, release and pass_begin may block at present. Read without the lock: a hint that errs on the safe side. */
+bool viking_engine_may_block(const viking_engine *engine);
+
+/* ---- what happened ---- */
+
+typedef enum viking_residency { VIKING_RESIDENT, VIKING_STREAMED, VIKING_DEMAND } viking_residency;
+
+typedef struct viking_weight_stats {
+    uint64_t bytes;
+    uint64_t uses;
+    uint64_t fetches;
+    uint64_t locked_bytes;
+    void *device_address; /* NULL when its bytes are not on the device */
+    viking_residency residency; /* DEMAND: no layout, or no path known yet */
+} viking_weight_stats;
+
+typedef struct viking_engine_stats {
+    uint64_t budget_bytes;
+    uint64_t slab_bytes;
+    uint64_t ring_bytes;
+    uint64_t resident_bytes;
+    uint64_t streamed_bytes;
+    uint64_t pinned_bytes;   /* locked pages */
+    uint64_t staged_bytes;   /* streamed from pageable memory */
+    uint64_t passes;         /* complete ones */
+    uint64_t steps;          /* complete ones in training */
+    uint64_t layouts;        /* put into force */
+    uint64_t demand_fetches; /* copies that a use had to wait for from their start */
+    uint64_t fetched_bytes;  /* of the last complete pass in training */
+    uint64_t written_bytes;  /* likewise */
+    uint64_t floor_bytes;    /* what its trace must fetch at least with this slab */
+    uint64_t total_fetched_bytes;
+    uint64_t stall_ns;       /* of the last profiled pass; 0 before */
+    uint32_t paths;
+    uint32_t readers;
+} viking_engine_stats;
+
+viking_status viking_engine_weight_stats(viking_engine *engine, uint32_t weight, viking_weight_stats *out);
+viking_status viking_engine_stats_of(viking_engine *engine, viking_engine_stats *out);
+
+/* Profile the next pass (each 32nd one is profiled unasked, for stall_ns). */
+viking_status viking_engine_profile_next(viking_engine *engine);
+/* The last complete profile: *out_count spans, allocated with malloc, the caller frees. 0 where there is none yet. */
+viking_status viking_engine_profile_read(viking_engine *engine, viking_profile_span **out_spans, uint32_t *out_count);
+
+/* The path of the last complete pass, for plans on paper. The caller frees it with viking_trace_free. */
+viking_status viking_engine_last_trace(viking_engine *engine, viking_trace *out);
+
+#endif

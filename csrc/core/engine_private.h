@@ -1,0 +1,80 @@
+/* The engine's own struct, shared by engine.c (a step), engine_weights.c (weights and layout) and stats.c. */
+#ifndef VIKING_CORE_ENGINE_PRIVATE_H
+#define VIKING_CORE_ENGINE_PRIVATE_H
+
+#include <stdatomic.h>
+
+#include "../base/os.h"
+#include "engine.h"
+#include "path.h"
+#include "queue.h"
+#include "slab.h"
+
+typedef struct viking_weight {
+    viking_home *home; /* NULL: a vacant number */
+    uint64_t bytes;
+    viking_fence fence;
+    /* The latest use that the look-ahead has counted on, as a position in the sequence of all uses, plus one. What it
+     * counts on must not be overwritten before that use is over. */
+    uint64_t foreseen;
+    uint64_t uses;
+    uint64_t fetches;
+} viking_weight;
+
+struct viking_engine {
+    viking_backend *backend;
+    viking_mutex *lock;
+    viking_condition *released; /* some use has ended */
+
+    viking_weight *weights;
+    uint32_t count;
+    uint32_t capacity;
+
+    viking_queue queue;
+    viking_slab slab;
+    viking_paths paths;
+    viking_profile profile;
+
+    viking_map *next_map; /* found by viking_engine_layout, not in force yet */
+    uint64_t next_budget;
+    uint64_t budget_bytes;
+    uint32_t layout_path_uses; /* length of the path that the layout was made for; 0: none was known */
+
+    uint64_t position; /* of the next use in the sequence of all uses */
+    viking_cursor ahead; /* what the look-ahead examines next ... */
+    uint64_t ahead_position; /* ... and its position; never before `position` between calls */
+
+    /* Per pass, and copies of the last complete one. */
+    bool training;
+    bool profiled;
+    bool profile_asked;
+    uint64_t pass_fetched;
+    uint64_t fetched_bytes;
+    uint64_t floor_bytes;
+
+    uint64_t passes;
+    uint64_t steps;
+    uint64_t layouts;
+    uint64_t demand_fetches;
+    uint64_t total_fetched;
+
+    atomic_bool may_block;
+};
+
+/* All public functions start with it: STATE in a forked child, else the lock is held. */
+viking_status viking_engine_enter(viking_engine *engine);
+void viking_engine_leave(viking_engine *engine);
+
+/* STATE unless it is a weight. The lock is held. */
+viking_status viking_engine_known(const viking_engine *engine, uint32_t weight);
+
+/* The look-ahead starts anew from the next expected use. The lock is held. */
+void viking_engine_look_again(viking_engine *engine);
+
+/* may_block follows from what is pageable and may still be fetched. The lock is held. */
+void viking_engine_update_may_block(viking_engine *engine);
+
+/* The path that layouts are made for; NULL before one is known. */
+const viking_trace *viking_engine_main_path(const viking_engine *engine);
+
+#endif

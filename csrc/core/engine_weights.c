@@ -1,0 +1,347 @@
+/* The engine's weights, and where a budget puts them. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine_private.h"
+
+/* What layouts assume of the link. Only the ratio to the compute times matters, and these are unknown: a layout is
+ * chosen to be good for steps bound by the link, by compute, and by both alike, so that the same model under the same
+ * budget gets the same layout every time. */
+static const viking_link assumed_link = {.bytes_per_second = UINT64_C(50000000000), .latency_ns = 8000};
+static const double assumed_scales[] = {0.5, 1.0, 2.0};
+
+viking_status viking_engine_open(viking_backend *backend, viking_engine **out)
+{
+    viking_status status = VIKING_OK;
+    viking_engine *engine = calloc(1, sizeof *engine);
+    if (engine == NULL) {
+        status = viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no host memory for an engine");
+        goto fail;
+    }
+    engine->backend = backend;
+    viking_slab_init(&engine->slab);
+    viking_paths_init(&engine->paths);
+    viking_profile_init(&engine->profile, backend);
+    engine->ahead.path = VIKING_NO_PATH;
+    atomic_init(&engine->may_block, backend->operations->caller_blocks);
+    viking_os_forked(); /* from here on a fork is noticed */
+    status = viking_mutex_open(&engine->lock);
+    if (status == VIKING_OK)
+        status = viking_condition_open(&engine->released);
+    if (status == VIKING_OK)
+        status = viking_queue_open(&engine->queue, backend);
+    if (status != VIKING_OK)
+        goto fail;
+    *out = engine;
+    return VIKING_OK;
+fail:
+    if (engine != NULL) {
+        viking_condition_close(engine->released);
+        viking_mutex_close(engine->lock);
+        free(engine);
+    }
+    backend->operations->close(backend);
+    return status;
+}
+
+void viking_engine_close(viking_engine *engine)
+{
+    if (engine == NULL || viking_os_forked()) /* a child has neither the threads nor the device */
+        return;
+    viking_queue_drain(&engine->queue);
+    viking_profile_free(&engine->profile);
+    for (uint32_t w = 0; w < engine->count; w++) {
+        if (engine->weights[w].home == NULL)
+            continue;
+        viking_home_unpin(engine->weights[w].home);
+        viking_fence_close(&engine->weights[w].fence, engine->backend);
+    }
+    viking_queue_close(&engine->queue);
+    viking_slab_free(&engine->slab);
+    viking_paths_free(&engine->paths);
+    viking_map_free(engine->next_map);
+    free(engine->weights);
+    viking_condition_close(engine->released);
+    viking_mutex_close(engine->lock);
+    engine->backend->operations->close(engine->backend);
+    free(engine);
+}
+
+/* ---- weights ---- */
+
+static viking_status vacant_number(viking_engine *engine, uint32_t *out)
+{
+    for (uint32_t w = 0; w < engine->count; w++) {
+        if (engine->weights[w].home == NULL) {
+            *out = w;
+            return VIKING_OK;
+        }
+    }
+    if (engine->count == engine->capacity) {
+        uint32_t capacity = engine->capacity == 0 ? 64 : 2 * engine->capacity;
+        viking_weight *weights = realloc(engine->weights, capacity * sizeof *weights);
+        if (weights == NULL)
+            return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no host memory for %u weights", capacity);
+        engine->weights = weights;
+        engine->capacity = capacity;
+    }
+    *out = engine->count;
+    engine->weights[engine->count++] = (viking_weight){.bytes = VIKING_ALIGNMENT};
+    return VIKING_OK;
+}
+
+viking_status viking_engine_add(viking_engine *engine, viking_home *home, uint64_t bytes, uint32_t *out_weight)
+{
+    if (bytes == 0 || bytes > home->bytes)
+        return viking_status_fail(VIKING_ERROR_INVALID, "a weight of %llu bytes does not fit in a home of %zu bytes",
+                                  (unsigned long long)bytes, home->bytes);
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    uint32_t w = 0;
+    viking_fence fence;
+    status = viking_fence_open(&fence, engine->backend);
+    if (status != VIKING_OK)
+        goto done;
+    status = vacant_number(engine, &w);
+    if (status != VIKING_OK) {
+        viking_fence_close(&fence, engine->backend);
+        goto done;
+    }
+    uint64_t rounded = (bytes + VIKING_ALIGNMENT - 1) / VIKING_ALIGNMENT * VIKING_ALIGNMENT;
+    engine->weights[w] = (viking_weight){.home = home, .bytes = rounded, .fence = fence};
+    *out_weight = w;
+done:
+    viking_engine_leave(engine);
+    return status;
+}
+
+viking_status viking_engine_remove(viking_engine *engine, uint32_t weight)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = viking_engine_known(engine, weight);
+    for (uint32_t i = 0; status == VIKING_OK && i < engine->slab.lease_count; i++)
+        if (engine->slab.leases[i].weight == weight)
+            status = viking_status_fail(VIKING_ERROR_STATE, "weight %u is in use and cannot be removed", weight);
+    if (status == VIKING_OK)
+        status = viking_queue_drain_copies(&engine->queue);
+    if (status != VIKING_OK)
+        goto done;
+    viking_weight *self = &engine->weights[weight];
+    status = viking_home_unpin(self->home);
+    /* Its span may still be read by work in flight; the fence that knew it is about to go. */
+    viking_status fenced = viking_queue_after(&engine->queue, &self->fence);
+    if (status == VIKING_OK)
+        status = fenced;
+    viking_fence_close(&self->fence, engine->backend);
+    *self = (viking_weight){.bytes = VIKING_ALIGNMENT};
+    if (engine->slab.map != NULL && weight < engine->slab.map->count)
+        engine->slab.present[weight] = false;
+    viking_paths_clear(&engine->paths);
+    viking_engine_look_again(engine);
+    viking_engine_update_may_block(engine);
+done:
+    viking_engine_leave(engine);
+    return status;
+}
+
+viking_status viking_engine_invalidate(viking_engine *engine, uint32_t weight)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = viking_engine_known(engine, weight);
+    if (status == VIKING_OK && engine->slab.map != NULL && weight < engine->slab.map->count)
+        engine->slab.present[weight] = false;
+    viking_engine_update_may_block(engine);
+    viking_engine_leave(engine);
+    return status;
+}
+
+viking_status viking_engine_drain_copies(viking_engine *engine)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = viking_queue_drain_copies(&engine->queue);
+    viking_engine_leave(engine);
+    return status;
+}
+
+/* ---- layout ---- */
+
+static viking_status weight_sizes(const viking_engine *engine, uint64_t **out)
+{
+    uint64_t *bytes = malloc((engine->count + 1u) * sizeof *bytes);
+    if (bytes == NULL)
+        return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no host memory for a layout of %u weights",
+                                  engine->count);
+    for (uint32_t w = 0; w < engine->count; w++)
+        bytes[w] = engine->weights[w].bytes;
+    *out = bytes;
+    return VIKING_OK;
+}
+
+viking_status viking_engine_layout(viking_engine *engine, uint64_t budget_bytes, uint64_t *out_slab_bytes)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    uint64_t *bytes = NULL;
+    viking_map *map = NULL;
+    viking_trace unknown;
+    viking_trace_init(&unknown);
+    const viking_trace *path = viking_engine_main_path(engine);
+    status = weight_sizes(engine, &bytes);
+    if (status != VIKING_OK)
+        goto done;
+    viking_map_request request = {.trace = path == NULL ? &unknown : path,
+                                  .bytes = bytes,
+                                  .count = engine->count,
+                                  .budget_bytes = budget_bytes,
+                                  .link = assumed_link,
+                                  .compute_scales = assumed_scales,
+                                  .compute_scale_count = sizeof assumed_scales / sizeof *assumed_scales};
+    status = viking_map_build(&request, &map);
+    if (status != VIKING_OK)
+        goto done;
+    viking_map_free(engine->next_map);
+    engine->next_map = map;
+    engine->next_budget = budget_bytes;
+    *out_slab_bytes = map->slab_bytes;
+done:
+    free(bytes);
+    viking_engine_leave(engine);
+    return status;
+}
+
+viking_status viking_engine_budget_range(viking_engine *engine, uint64_t *out_smallest, uint64_t *out_largest)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    uint64_t *bytes = NULL;
+    viking_trace unknown;
+    viking_trace_init(&unknown);
+    const viking_trace *path = viking_engine_main_path(engine);
+    status = weight_sizes(engine, &bytes);
+    if (status == VIKING_OK)
+        status = viking_map_smallest_budget(path == NULL ? &unknown : path, bytes, engine->count, out_smallest);
+    if (status == VIKING_OK)
+        *out_largest = viking_map_largest_budget(bytes, engine->count);
+    free(bytes);
+    viking_engine_leave(engine);
+    return status;
+}
+
+viking_status viking_engine_use_layout(viking_engine *engine, void *base, viking_stream stream)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    if (engine->next_map == NULL || (uintptr_t)base % VIKING_ALIGNMENT != 0)
+        status = viking_status_fail(VIKING_ERROR_INVALID, "a layout needs a slab that starts at a multiple of %u bytes",
+                                    VIKING_ALIGNMENT);
+    else if (engine->slab.lease_count > 0)
+        status = viking_status_fail(VIKING_ERROR_STATE, "%u weights are in use: their addresses cannot change now",
+                                    engine->slab.lease_count);
+    /* Weights may move over bytes that work in flight still reads. */
+    if (status == VIKING_OK)
+        status = viking_queue_after_all(&engine->queue);
+    if (status == VIKING_OK)
+        status = viking_queue_after_stream(&engine->queue, stream);
+    if (status == VIKING_OK)
+        status = viking_slab_adopt(&engine->slab, engine->next_map, base == engine->slab.base);
+    if (status != VIKING_OK)
+        goto done;
+    const viking_trace *path = viking_engine_main_path(engine);
+    engine->layout_path_uses = path == NULL ? 0 : path->count;
+    engine->next_map = NULL;
+    engine->slab.base = base;
+    engine->budget_bytes = engine->next_budget;
+    engine->layouts++;
+    engine->floor_bytes = 0;
+    viking_engine_look_again(engine);
+    viking_engine_update_may_block(engine);
+done:
+    viking_engine_leave(engine);
+    return status;
+}
+
+viking_status viking_engine_drop_slab(viking_engine *engine)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    if (engine->slab.lease_count > 0) {
+        status = viking_status_fail(VIKING_ERROR_STATE, "%u weights are in use: the slab cannot go now",
+                                    engine->slab.lease_count);
+        goto done;
+    }
+    engine->slab.base = NULL;
+    for (uint32_t w = 0; engine->slab.map != NULL && w < engine->slab.map->count; w++)
+        engine->slab.present[w] = false;
+    viking_engine_look_again(engine);
+    status = viking_queue_drain(&engine->queue);
+done:
+    viking_engine_leave(engine);
+    return status;
+}
+
+/* ---- pinning ---- */
+
+static bool is_resident(const viking_engine *engine, uint32_t weight)
+{
+    const viking_map *map = engine->slab.map;
+    return map != NULL && weight < map->count && map->resident[weight];
+}
+
+void viking_engine_update_may_block(viking_engine *engine)
+{
+    bool may = engine->backend->operations->caller_blocks;
+    for (uint32_t w = 0; w < engine->count && !may; w++) {
+        const viking_weight *self = &engine->weights[w];
+        bool settled = is_resident(engine, w) && engine->slab.present[w];
+        may = self->home != NULL && self->home->pinned_by == NULL && !settled;
+    }
+    atomic_store_explicit(&engine->may_block, may, memory_order_relaxed);
+}
+
+viking_status viking_engine_pin(viking_engine *engine, uint32_t weight)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = viking_engine_known(engine, weight);
+    if (status != VIKING_OK)
+        goto done;
+    viking_home *home = engine->weights[weight].home;
+    if (!is_resident(engine, weight)) {
+        status = viking_home_pin(home, engine->backend);
+    } else if (home->pinned_by != NULL) {
+        status = viking_queue_drain_copies(&engine->queue);
+        if (status == VIKING_OK)
+            status = viking_home_unpin(home);
+    }
+    viking_engine_update_may_block(engine);
+done:
+    viking_engine_leave(engine);
+    return status;
+}
+
+viking_status viking_engine_unpin(viking_engine *engine, uint32_t weight)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = viking_engine_known(engine, weight);
+    if (status == VIKING_OK)
+        status = viking_queue_drain_copies(&engine->queue);
+    if (status == VIKING_OK)
+        status = viking_home_unpin(engine->weights[weight].home);
+    viking_engine_update_may_block(engine);
+    viking_engine_leave(engine);
+    return status;
+}

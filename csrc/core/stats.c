@@ -1,0 +1,137 @@
+/* What the engine says about itself. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine_private.h"
+
+static viking_residency residency_of(const viking_engine *engine, uint32_t weight)
+{
+    const viking_map *map = engine->slab.map;
+    if (map == NULL || weight >= map->count || engine->slab.base == NULL)
+        return VIKING_DEMAND;
+    if (map->resident[weight])
+        return VIKING_RESIDENT;
+    return engine->paths.count == 0 ? VIKING_DEMAND : VIKING_STREAMED;
+}
+
+viking_status viking_engine_weight_stats(viking_engine *engine, uint32_t weight, viking_weight_stats *out)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = viking_engine_known(engine, weight);
+    if (status != VIKING_OK)
+        goto done;
+    const viking_weight *self = &engine->weights[weight];
+    *out = (viking_weight_stats){.bytes = self->bytes,
+                                 .uses = self->uses,
+                                 .fetches = self->fetches,
+                                 .locked_bytes = viking_home_locked_bytes(self->home),
+                                 .residency = residency_of(engine, weight)};
+    if (out->residency != VIKING_DEMAND || engine->slab.base != NULL) {
+        if (weight < engine->slab.map->count && engine->slab.present[weight])
+            out->device_address = engine->slab.base + engine->slab.map->offsets[weight];
+    }
+done:
+    viking_engine_leave(engine);
+    return status;
+}
+
+/* Time that streams waited for copies in the profiled pass; what it was before until all its events are reached. */
+static viking_status stall_of(const viking_engine *engine, uint64_t *out_ns)
+{
+    const viking_profile *profile = &engine->profile;
+    bool ready = false;
+    *out_ns = 0;
+    if (!engine->profiled || profile->count == 0)
+        return VIKING_OK;
+    viking_profile_span *spans = malloc(profile->count * sizeof *spans);
+    if (spans == NULL)
+        return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no host memory for a profile of %u spans",
+                                  profile->count);
+    viking_status status = viking_profile_read(profile, spans, &ready);
+    for (uint32_t i = 0; status == VIKING_OK && ready && i < profile->count; i++)
+        if (spans[i].kind == VIKING_PROFILE_USE)
+            *out_ns += spans[i].end_ns - spans[i].begin_ns;
+    free(spans);
+    return status;
+}
+
+viking_status viking_engine_stats_of(viking_engine *engine, viking_engine_stats *out)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    const viking_map *map = engine->slab.base == NULL ? NULL : engine->slab.map;
+    *out = (viking_engine_stats){.budget_bytes = engine->budget_bytes,
+                                 .slab_bytes = map == NULL ? 0 : map->slab_bytes,
+                                 .ring_bytes = map == NULL ? 0 : map->ring_bytes,
+                                 .passes = engine->passes,
+                                 .steps = engine->steps,
+                                 .layouts = engine->layouts,
+                                 .demand_fetches = engine->demand_fetches,
+                                 .fetched_bytes = engine->fetched_bytes,
+                                 .floor_bytes = engine->floor_bytes,
+                                 .total_fetched_bytes = engine->total_fetched,
+                                 .paths = engine->paths.count,
+                                 .readers = engine->queue.reader_count};
+    for (uint32_t w = 0; w < engine->count; w++) {
+        const viking_weight *self = &engine->weights[w];
+        if (self->home == NULL)
+            continue;
+        bool resident = map != NULL && w < map->count && map->resident[w];
+        out->pinned_bytes += viking_home_locked_bytes(self->home);
+        *(resident ? &out->resident_bytes : &out->streamed_bytes) += self->bytes;
+        if (!resident && self->home->pinned_by == NULL)
+            out->staged_bytes += self->bytes;
+    }
+    status = stall_of(engine, &out->stall_ns);
+    viking_engine_leave(engine);
+    return status;
+}
+
+viking_status viking_engine_profile_next(viking_engine *engine)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    engine->profile_asked = true;
+    viking_engine_leave(engine);
+    return VIKING_OK;
+}
+
+viking_status viking_engine_profile_read(viking_engine *engine, viking_profile_span **out_spans, uint32_t *out_count)
+{
+    bool ready = false;
+    *out_spans = NULL;
+    *out_count = 0;
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    uint32_t count = engine->profile.count;
+    viking_profile_span *spans = malloc((count + 1u) * sizeof *spans);
+    if (spans == NULL)
+        status = viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no host memory for a profile of %u spans", count);
+    else if (engine->profiled)
+        status = viking_profile_read(&engine->profile, spans, &ready);
+    viking_engine_leave(engine);
+    if (status != VIKING_OK || !ready) {
+        free(spans);
+        return status;
+    }
+    *out_spans = spans;
+    *out_count = count;
+    return VIKING_OK;
+}
+
+viking_status viking_engine_last_trace(viking_engine *engine, viking_trace *out)
+{
+    viking_trace_init(out);
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    if (engine->paths.previous != VIKING_NO_PATH)
+        status = viking_trace_copy(out, &engine->paths.paths[engine->paths.previous].trace);
+    viking_engine_leave(engine);
+    return status;
+}
