@@ -1,0 +1,532 @@
+/* viking._engine.Engine: the engine of one device, for the Python package.
+ *
+ * It keeps the homes of its weights alive and asks the framework for its current stream; every policy is in csrc/core.
+ * The GIL is let go around everything that may wait. */
+#include "engine.h"
+
+#include <stdlib.h>
+
+#include "../backend/cuda.h"
+#include "../backend/host.h"
+#include "dlpack.h"
+#include "error.h"
+#include "home.h"
+#include "state.h"
+#include "tensor.h"
+
+typedef struct engine_object {
+    PyObject_HEAD
+    viking_engine *engine;   /* NULL: closed */
+    viking_backend *backend; /* owned by the engine */
+    PyObject *homes;         /* dict: weight -> Home */
+    PyObject *tensor_type;   /* whose current stream counts; NULL on the host backend */
+    int index;
+} engine_object;
+
+viking_engine *viking_py_engine_of(PyObject *object)
+{
+    viking_engine *engine = ((engine_object *)object)->engine;
+    if (engine == NULL)
+        PyErr_SetString(PyExc_RuntimeError, "this engine is closed: its models were detached");
+    return engine;
+}
+
+int viking_py_engine_stream(PyObject *object, viking_stream *out)
+{
+    engine_object *self = (engine_object *)object;
+    uintptr_t stream = 0;
+    if (self->tensor_type != NULL &&
+        viking_tensor_current_stream(self->tensor_type, kDLCUDA, self->index, &stream) < 0)
+        return -1;
+    *out = (viking_stream)stream; /* NOLINT(performance-no-int-to-ptr): a handle that torch hands out as a number */
+    return 0;
+}
+
+viking_status viking_py_engine_acquire(viking_engine *engine, uint32_t weight, viking_stream stream,
+                                       viking_acquired *out)
+{
+    viking_status status;
+    if (!viking_engine_may_block(engine)) {
+        status = viking_engine_acquire(engine, weight, stream, out);
+        if (status != VIKING_BUSY)
+            return status;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    while ((status = viking_engine_acquire(engine, weight, stream, out)) == VIKING_BUSY)
+        viking_engine_wait_release(engine);
+    Py_END_ALLOW_THREADS
+    return status;
+}
+
+viking_status viking_py_engine_release(viking_engine *engine, uint64_t ticket, viking_stream stream)
+{
+    viking_status status;
+    if (!viking_engine_may_block(engine))
+        return viking_engine_release(engine, ticket, stream);
+    Py_BEGIN_ALLOW_THREADS
+    status = viking_engine_release(engine, ticket, stream);
+    Py_END_ALLOW_THREADS
+    return status;
+}
+
+/* ---- life ---- */
+
+static viking_status open_backend(const char *kind, int index, const char *runtime, const viking_host_options *options,
+                                  viking_backend **out)
+{
+    if (strcmp(kind, "host") == 0)
+        return viking_host_open(options, out);
+    if (strcmp(kind, "cuda") == 0)
+        return viking_cuda_open(index, runtime, out);
+    return viking_status_fail(VIKING_ERROR_INVALID, "an engine runs on \"cuda\" or on \"host\", not on \"%s\"", kind);
+}
+
+static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"kind",     "index", "tensor_type",     "runtime", "bytes_per_second",
+                            "delay_ns", "seed",  "pin_limit_bytes", NULL};
+    const char *kind = NULL;
+    const char *runtime = NULL;
+    PyObject *tensor_type = Py_None;
+    int index = 0;
+    viking_host_options options = {0};
+    unsigned long long rate = 0;
+    unsigned long long delay = 0;
+    unsigned long long seed = 0;
+    unsigned long long pin_limit = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|iOzKKKK:Engine", names, &kind, &index, &tensor_type, &runtime,
+                                     &rate, &delay, &seed, &pin_limit))
+        return NULL;
+    options.bytes_per_second = rate;
+    options.delay_ns = delay;
+    options.seed = seed;
+    options.pin_limit_bytes = pin_limit;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    engine_object *self = (engine_object *)allocate(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->index = index;
+    self->tensor_type = tensor_type == Py_None ? NULL : Py_NewRef(tensor_type);
+    self->homes = PyDict_New();
+    if (self->homes == NULL)
+        goto fail;
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = open_backend(kind, index, runtime, &options, &self->backend);
+    if (status == VIKING_OK)
+        status = viking_engine_open(self->backend, &self->engine);
+    Py_END_ALLOW_THREADS
+    if (status == VIKING_OK)
+        return (PyObject *)self;
+    viking_py_raise(status);
+fail:
+    Py_DECREF(self);
+    return NULL;
+}
+
+static void close_engine(engine_object *self)
+{
+    viking_engine *engine = self->engine;
+    self->engine = NULL;
+    Py_BEGIN_ALLOW_THREADS
+    viking_engine_close(engine);
+    Py_END_ALLOW_THREADS
+    if (self->homes != NULL)
+        PyDict_Clear(self->homes);
+}
+
+static void engine_dealloc(PyObject *object)
+{
+    engine_object *self = (engine_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    close_engine(self);
+    Py_CLEAR(self->homes);
+    Py_CLEAR(self->tensor_type);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static int engine_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((engine_object *)object)->homes);
+    Py_VISIT(((engine_object *)object)->tensor_type);
+    return 0;
+}
+
+PyDoc_STRVAR(close_doc, "close()\n--\n\nWait for all copies and for the work that reads the slab, and let go of "
+                        "everything. Closing twice is allowed.");
+
+static PyObject *engine_close(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    close_engine((engine_object *)object);
+    return Py_NewRef(Py_None);
+}
+
+/* ---- weights ---- */
+
+PyDoc_STRVAR(add_doc, "add(home, nbytes) -> int\n--\n\nA weight of nbytes in a Home, which the engine keeps alive until "
+                      "it is removed. It can be used after the next layout.");
+
+static PyObject *engine_add(PyObject *object, PyObject *args)
+{
+    PyObject *home = NULL;
+    unsigned long long nbytes = 0;
+    if (!PyArg_ParseTuple(args, "O!K:add", viking_state_of(object)->home_type, &home, &nbytes))
+        return NULL;
+    viking_engine *engine = viking_py_engine_of(object);
+    if (engine == NULL)
+        return NULL;
+    uint32_t weight = 0;
+    viking_status status = viking_engine_add(engine, viking_py_home_of(home), nbytes, &weight);
+    if (status != VIKING_OK)
+        return viking_py_raise(status);
+    PyObject *number = PyLong_FromUnsignedLong(weight);
+    if (number != NULL && PyDict_SetItem(((engine_object *)object)->homes, number, home) == 0)
+        return number;
+    Py_XDECREF(number);
+    viking_engine_remove(engine, weight);
+    return NULL;
+}
+
+/* A method that hands one weight to the core, which may wait. */
+static PyObject *for_weight(PyObject *object, PyObject *argument, viking_status (*call)(viking_engine *, uint32_t))
+{
+    unsigned long weight = PyLong_AsUnsignedLong(argument);
+    if (PyErr_Occurred())
+        return NULL;
+    viking_engine *engine = viking_py_engine_of(object);
+    if (engine == NULL)
+        return NULL;
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = call(engine, (uint32_t)weight);
+    Py_END_ALLOW_THREADS
+    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+}
+
+PyDoc_STRVAR(remove_doc, "remove(weight)\n--\n\nForget a weight, once no copy reads its home any more. RuntimeError "
+                         "while a use of it is in progress.");
+
+static PyObject *engine_remove(PyObject *object, PyObject *weight)
+{
+    PyObject *done = for_weight(object, weight, viking_engine_remove);
+    if (done != NULL && PyDict_DelItem(((engine_object *)object)->homes, weight) < 0)
+        PyErr_Clear();
+    return done;
+}
+
+PyDoc_STRVAR(invalidate_doc, "invalidate(weight)\n--\n\nIts host bytes have changed: the next use fetches them again.");
+
+static PyObject *engine_invalidate(PyObject *object, PyObject *weight)
+{
+    return for_weight(object, weight, viking_engine_invalidate);
+}
+
+PyDoc_STRVAR(pin_doc, "pin(weight)\n--\n\nPin the home of a streamed weight, unpin that of a resident one. RuntimeError "
+                      "or MemoryError where the system refuses; the weight is streamed from pageable memory then.");
+
+static PyObject *engine_pin(PyObject *object, PyObject *weight)
+{
+    return for_weight(object, weight, viking_engine_pin);
+}
+
+PyDoc_STRVAR(unpin_doc, "unpin(weight)\n--\n\nUnpin its home, whatever the weight is.");
+
+static PyObject *engine_unpin(PyObject *object, PyObject *weight)
+{
+    return for_weight(object, weight, viking_engine_unpin);
+}
+
+/* A method that takes nothing and gives nothing and may wait. */
+static PyObject *plain(PyObject *object, viking_status (*call)(viking_engine *))
+{
+    viking_engine *engine = viking_py_engine_of(object);
+    if (engine == NULL)
+        return NULL;
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = call(engine);
+    Py_END_ALLOW_THREADS
+    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+}
+
+PyDoc_STRVAR(drain_doc, "drain_copies()\n--\n\nWait until no copy reads any home.");
+
+static PyObject *engine_drain(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return plain(object, viking_engine_drain_copies);
+}
+
+/* ---- layout ---- */
+
+PyDoc_STRVAR(layout_doc, "layout(budget) -> int\n--\n\nFind addresses under a budget in bytes; the size of the slab that "
+                         "they need. Nothing changes yet. ValueError names the smallest budget that works.");
+
+static PyObject *engine_layout(PyObject *object, PyObject *argument)
+{
+    unsigned long long budget = PyLong_AsUnsignedLongLong(argument);
+    if (PyErr_Occurred())
+        return NULL;
+    viking_engine *engine = viking_py_engine_of(object);
+    if (engine == NULL)
+        return NULL;
+    uint64_t slab = 0;
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = viking_engine_layout(engine, budget, &slab);
+    Py_END_ALLOW_THREADS
+    return status == VIKING_OK ? PyLong_FromUnsignedLongLong(slab) : viking_py_raise(status);
+}
+
+PyDoc_STRVAR(range_doc, "budget_range() -> (int, int)\n--\n\nThe smallest budget that works and the one that holds "
+                        "everything, in bytes.");
+
+static PyObject *engine_budget_range(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    viking_engine *engine = viking_py_engine_of(object);
+    if (engine == NULL)
+        return NULL;
+    uint64_t smallest = 0;
+    uint64_t largest = 0;
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = viking_engine_budget_range(engine, &smallest, &largest);
+    Py_END_ALLOW_THREADS
+    if (status != VIKING_OK)
+        return viking_py_raise(status);
+    return Py_BuildValue("KK", (unsigned long long)smallest, (unsigned long long)largest);
+}
+
+PyDoc_STRVAR(use_layout_doc, "use_layout(address)\n--\n\nPut the layout found last into force over device memory at "
+                             "address, which the current stream may still be using. The caller keeps it alive until "
+                             "drop_slab. RuntimeError while weights are in use.");
+
+static PyObject *engine_use_layout(PyObject *object, PyObject *argument)
+{
+    void *base = PyLong_AsVoidPtr(argument);
+    viking_engine *engine = PyErr_Occurred() ? NULL : viking_py_engine_of(object);
+    viking_stream stream;
+    if (engine == NULL || viking_py_engine_stream(object, &stream) < 0)
+        return NULL;
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = viking_engine_use_layout(engine, base, stream);
+    Py_END_ALLOW_THREADS
+    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+}
+
+PyDoc_STRVAR(drop_slab_doc, "drop_slab()\n--\n\nWait until nothing touches the slab any more; its memory may be freed "
+                            "then. RuntimeError while weights are in use.");
+
+static PyObject *engine_drop_slab(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return plain(object, viking_engine_drop_slab);
+}
+
+/* ---- a step ---- */
+
+PyDoc_STRVAR(pass_begin_doc, "pass_begin(key, training) -> bool\n--\n\nA root module is entered. True if a new layout "
+                             "would serve better.");
+
+static PyObject *engine_pass_begin(PyObject *object, PyObject *args)
+{
+    unsigned long long key = 0;
+    int training = 0;
+    if (!PyArg_ParseTuple(args, "Kp:pass_begin", &key, &training))
+        return NULL;
+    viking_engine *engine = viking_py_engine_of(object);
+    viking_stream stream;
+    if (engine == NULL || viking_py_engine_stream(object, &stream) < 0)
+        return NULL;
+    bool stale = false;
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = viking_engine_pass_begin(engine, key, training != 0, stream, &stale);
+    Py_END_ALLOW_THREADS
+    return status == VIKING_OK ? PyBool_FromLong(stale) : viking_py_raise(status);
+}
+
+PyDoc_STRVAR(acquire_doc, "acquire(weight) -> (ticket, address)\n--\n\nThe weight's bytes are at the device address for "
+                          "work queued on the current stream until release(ticket).");
+
+static PyObject *engine_acquire(PyObject *object, PyObject *argument)
+{
+    unsigned long weight = PyLong_AsUnsignedLong(argument);
+    viking_engine *engine = PyErr_Occurred() ? NULL : viking_py_engine_of(object);
+    viking_stream stream;
+    if (engine == NULL || viking_py_engine_stream(object, &stream) < 0)
+        return NULL;
+    viking_acquired acquired;
+    viking_status status = viking_py_engine_acquire(engine, (uint32_t)weight, stream, &acquired);
+    if (status != VIKING_OK)
+        return viking_py_raise(status);
+    return Py_BuildValue("KN", (unsigned long long)acquired.ticket, PyLong_FromVoidPtr(acquired.address));
+}
+
+PyDoc_STRVAR(release_doc, "release(ticket)\n--\n\nEnd a use; the work that needed it is queued on the current stream.");
+
+static PyObject *engine_release(PyObject *object, PyObject *argument)
+{
+    unsigned long long ticket = PyLong_AsUnsignedLongLong(argument);
+    viking_engine *engine = PyErr_Occurred() ? NULL : viking_py_engine_of(object);
+    viking_stream stream;
+    if (engine == NULL || viking_py_engine_stream(object, &stream) < 0)
+        return NULL;
+    viking_status status = viking_py_engine_release(engine, ticket, stream);
+    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+}
+
+/* ---- what happened ---- */
+
+PyDoc_STRVAR(stats_doc, "stats() -> dict\n--\n\nCounters of the engine: bytes and ns; see viking.stats for their meaning.");
+
+static PyObject *engine_stats(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    viking_engine *engine = viking_py_engine_of(object);
+    if (engine == NULL)
+        return NULL;
+    viking_engine_stats s;
+    viking_status status = viking_engine_stats_of(engine, &s);
+    if (status != VIKING_OK)
+        return viking_py_raise(status);
+    typedef unsigned long long number;
+    return Py_BuildValue(
+        "{sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sI,sI}", "budget_bytes", (number)s.budget_bytes, "slab_bytes",
+        (number)s.slab_bytes, "ring_bytes", (number)s.ring_bytes, "resident_bytes", (number)s.resident_bytes,
+        "streamed_bytes", (number)s.streamed_bytes, "pinned_bytes", (number)s.pinned_bytes, "staged_bytes",
+        (number)s.staged_bytes, "passes", (number)s.passes, "steps", (number)s.steps, "layouts", (number)s.layouts,
+        "demand_fetches", (number)s.demand_fetches, "fetched_bytes", (number)s.fetched_bytes, "written_bytes",
+        (number)s.written_bytes, "floor_bytes", (number)s.floor_bytes, "total_fetched_bytes",
+        (number)s.total_fetched_bytes, "stall_ns", (number)s.stall_ns, "paths", (unsigned)s.paths, "readers",
+        (unsigned)s.readers);
+}
+
+PyDoc_STRVAR(profile_next_doc, "profile_next()\n--\n\nMeasure the next pass, use by use and copy by copy.");
+
+static PyObject *engine_profile_next(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return plain(object, viking_engine_profile_next);
+}
+
+PyDoc_STRVAR(profile_doc,
+             "profile() -> list\n--\n\nThe last measured pass as (kind, weight, begin_ns, end_ns): kind \"copy\" from start "
+             "to end of the copy, kind \"use\" from the moment its stream waited for the bytes to the moment it had them. "
+             "Empty until a measured pass is complete on the device.");
+
+static PyObject *engine_profile(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    viking_engine *engine = viking_py_engine_of(object);
+    if (engine == NULL)
+        return NULL;
+    viking_profile_span *spans = NULL;
+    uint32_t count = 0;
+    viking_status status = viking_engine_profile_read(engine, &spans, &count);
+    if (status != VIKING_OK)
+        return viking_py_raise(status);
+    PyObject *list = PyList_New(count);
+    for (uint32_t i = 0; list != NULL && i < count; i++) {
+        PyObject *span = Py_BuildValue("sIKK", spans[i].kind == VIKING_PROFILE_COPY ? "copy" : "use",
+                                       (unsigned)spans[i].weight, (unsigned long long)spans[i].begin_ns,
+                                       (unsigned long long)spans[i].end_ns);
+        if (span == NULL || PyList_SetItem(list, i, span) < 0)
+            Py_CLEAR(list);
+    }
+    free(spans);
+    return list;
+}
+
+PyDoc_STRVAR(last_trace_doc, "last_trace() -> list\n--\n\nThe uses of the last complete pass as (weight, begin, end, kind, "
+                             "compute_ns), as viking._engine.plan takes them.");
+
+static PyObject *engine_last_trace(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    viking_engine *engine = viking_py_engine_of(object);
+    if (engine == NULL)
+        return NULL;
+    viking_trace trace;
+    viking_status status = viking_engine_last_trace(engine, &trace);
+    if (status != VIKING_OK)
+        return viking_py_raise(status);
+    PyObject *list = PyList_New(trace.count);
+    for (uint32_t i = 0; list != NULL && i < trace.count; i++) {
+        const viking_use *use = &trace.uses[i];
+        PyObject *item = Py_BuildValue("IIIIK", (unsigned)use->weight, (unsigned)use->begin, (unsigned)use->end,
+                                       (unsigned)use->kind, (unsigned long long)use->compute_ns);
+        if (item == NULL || PyList_SetItem(list, i, item) < 0)
+            Py_CLEAR(list);
+    }
+    viking_trace_free(&trace);
+    return list;
+}
+
+PyDoc_STRVAR(memory_doc, "memory() -> (free, total)\n--\n\nBytes of device memory, as its driver reports them.");
+
+static PyObject *engine_memory(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    if (viking_py_engine_of(object) == NULL)
+        return NULL;
+    viking_backend *backend = ((engine_object *)object)->backend;
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    viking_status status = backend->operations->memory(backend, &free_bytes, &total_bytes);
+    return status == VIKING_OK ? Py_BuildValue("nn", (Py_ssize_t)free_bytes, (Py_ssize_t)total_bytes)
+                               : viking_py_raise(status);
+}
+
+static PyMethodDef engine_methods[] = {
+    {"close", engine_close, METH_NOARGS, close_doc},
+    {"add", engine_add, METH_VARARGS, add_doc},
+    {"remove", engine_remove, METH_O, remove_doc},
+    {"invalidate", engine_invalidate, METH_O, invalidate_doc},
+    {"pin", engine_pin, METH_O, pin_doc},
+    {"unpin", engine_unpin, METH_O, unpin_doc},
+    {"drain_copies", engine_drain, METH_NOARGS, drain_doc},
+    {"layout", engine_layout, METH_O, layout_doc},
+    {"budget_range", engine_budget_range, METH_NOARGS, range_doc},
+    {"use_layout", engine_use_layout, METH_O, use_layout_doc},
+    {"drop_slab", engine_drop_slab, METH_NOARGS, drop_slab_doc},
+    {"pass_begin", engine_pass_begin, METH_VARARGS, pass_begin_doc},
+    {"acquire", engine_acquire, METH_O, acquire_doc},
+    {"release", engine_release, METH_O, release_doc},
+    {"stats", engine_stats, METH_NOARGS, stats_doc},
+    {"profile_next", engine_profile_next, METH_NOARGS, profile_next_doc},
+    {"profile", engine_profile, METH_NOARGS, profile_doc},
+    {"last_trace", engine_last_trace, METH_NOARGS, last_trace_doc},
+    {"memory", engine_memory, METH_NOARGS, memory_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+PyDoc_STRVAR(engine_doc,
+             "Engine(kind, index=0, tensor_type=None, runtime=None, bytes_per_second=0, delay_ns=0, seed=0, "
+             "pin_limit_bytes=0)\n--\n\n"
+             "The engine of one device: kind \"cuda\", with the type whose current stream counts (torch.Tensor) and "
+             "optionally the path of a CUDA runtime, or \"host\", with the pace, random delays and pin limit that the "
+             "host backend is to have.");
+
+static PyType_Slot engine_slots[] = {
+    {Py_tp_doc, (void *)engine_doc},
+    {Py_tp_new, (void *)engine_new},
+    {Py_tp_dealloc, (void *)engine_dealloc},
+    {Py_tp_traverse, (void *)engine_traverse},
+    {Py_tp_methods, engine_methods},
+    {0, NULL},
+};
+
+PyType_Spec viking_engine_spec = {
+    .name = "viking._engine.Engine",
+    .basicsize = sizeof(engine_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = engine_slots,
+};

@@ -1,0 +1,12 @@
+#ifndef VIKING_PYTHON_HOME_H
+#define VIKING_PYTHON_HOME_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "../core/home.h"
+
+/* The home of a viking._engine.Home, borrowed. The caller has checked the type. */
+viking_home *viking_py_home_of(PyObject *object);
+
+#endif
