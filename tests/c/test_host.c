@@ -163,52 +163,6 @@ static void a_fault_comes_once_and_in_turn(void)
     c.call->close(c.backend);
 }
 
-/* Every call that may fail, once, undone in reverse order. */
-static viking_status use_everything(const contract *c, void *page)
-{
-    size_t free_bytes, total_bytes, page_bytes = viking_os_page_bytes();
-    uint64_t ns;
-    bool reached;
-    void *there = NULL;
-    viking_stream stream = VIKING_STREAM_CALLER;
-    viking_event *from = NULL, *to = NULL;
-    bool pinned = false;
-    viking_status status = VIKING_OK;
-#define TRY(expression)                                                                                                \
-    do {                                                                                                               \
-        if ((status = (expression)) != VIKING_OK)                                                                      \
-            goto done;                                                                                                 \
-    } while (0)
-    TRY(c->call->memory(c->backend, &free_bytes, &total_bytes));
-    TRY(c->call->allocate(c->backend, page_bytes, &there));
-    TRY(c->call->pin(c->backend, page, page_bytes));
-    pinned = true;
-    TRY(c->call->stream_open(c->backend, &stream));
-    TRY(c->call->event_open(c->backend, true, &from));
-    TRY(c->call->event_open(c->backend, true, &to));
-    TRY(c->call->event_record(c->backend, from, stream));
-    TRY(c->call->copy(c->backend, VIKING_COPY_TO_DEVICE, there, page, page_bytes, stream));
-    TRY(c->call->stream_wait(c->backend, stream, from));
-    TRY(c->call->event_record(c->backend, to, stream));
-    TRY(c->call->stream_wait(c->backend, VIKING_STREAM_CALLER, to));
-    TRY(c->call->event_drain(c->backend, to));
-    TRY(c->call->event_reached(c->backend, to, &reached));
-    CHECK(reached);
-    TRY(c->call->event_elapsed(c->backend, from, to, &ns));
-    TRY(c->call->stream_drain(c->backend, stream));
-    pinned = false;
-    TRY(c->call->unpin(c->backend, page));
-#undef TRY
-done:
-    c->call->event_close(c->backend, to);
-    c->call->event_close(c->backend, from);
-    c->call->stream_close(c->backend, stream);
-    if (pinned)
-        CHECK_OK(c->call->unpin(c->backend, page));
-    c->call->release(c->backend, there);
-    return status;
-}
-
 static void after_a_fault_anywhere_the_backend_still_works(void)
 {
     size_t page_bytes = viking_os_page_bytes();

@@ -21,7 +21,9 @@
 
 #define DECLARE(name, result, parameters) EXPORT result cuda##name parameters;
 VIKING_CUDA_FUNCTIONS(DECLARE)
+/* What Viking does not call and tests do. */
 EXPORT viking_cuda_result cudaPeekAtLastError(void);
+EXPORT viking_cuda_result cudaLaunchHostFunc(viking_cuda_stream stream, void (*body)(void *), void *argument);
 
 enum symbol {
 #define NUMBER(name, result, parameters) SYMBOL_##name,
@@ -519,6 +521,18 @@ viking_cuda_result cudaStreamWaitEvent(viking_cuda_stream stream, viking_cuda_ev
         return done(translate(self->operations->stream_wait(self, target, event->event)));
     /* Two host backends know nothing of each other; waiting here is a correct, if slow, wait there. */
     return done(translate(other->operations->event_drain(other, event->event)));
+}
+
+viking_cuda_result cudaLaunchHostFunc(viking_cuda_stream stream, void (*body)(void *), void *argument)
+{
+    int index;
+    viking_stream target;
+    lock();
+    if (!resolve_stream(stream, &index, &target))
+        return leave(VIKING_CUDA_INVALID_RESOURCE_HANDLE);
+    viking_backend *self = fake.devices[index];
+    unlock();
+    return done(translate(viking_host_launch(self, target, body, argument)));
 }
 
 /* ---- events ---- */
