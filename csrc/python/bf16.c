@@ -21,16 +21,6 @@
 #include "raised.h"
 #include "tensor.h"
 
-const char viking_py_force_to_bf16_doc[] =
-    "force_to_bf16(network, /)\n--\n\n"
-    "Convert the fp32 and fp16 parameters of a network to bf16 (nearest, ties to even), in place.\n\n"
-    "Parameters keep their identity, requires_grad and strides, and those that share a storage still do.\n"
-    "Kept as they are: bf16, fp64, fp8, integer and complex parameters, quantised and other wrapper\n"
-    "subclasses, uninitialised (lazy) parameters, and all buffers.\n\n"
-    "network: a torch.nn.Module, or an object with the lists of modules unet_loras and text_encoder_loras.\n"
-    "Returns (changed, kept), counts of unique parameters.\n"
-    "Raises ValueError where a parameter has a gradient; after any exception the network is as it was.";
-
 #define GRAIN_ELEMENTS ((size_t)1 << 16)
 
 /* A parameter that changes. */

@@ -10,6 +10,4 @@
  * network; after any exception the network is as it was. */
 PyObject *viking_py_force_to_bf16(PyObject *module, PyObject *network);
 
-extern const char viking_py_force_to_bf16_doc[];
-
 #endif

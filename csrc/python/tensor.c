@@ -377,7 +377,8 @@ static int is_on_cpu(PyObject *tensor)
     return number == VIKING_DLPACK_CPU || number == VIKING_DLPACK_CUDA_HOST;
 }
 
-/* object.__dlpack__(stream=-1, max_version=(1, 3)), without the version for producers older than it. */
+/* object.__dlpack__(stream=-1, max_version=(1, 3), copy=False), and for producers older than these words without the
+ * last two. */
 static PyObject *capsule_of(PyObject *object)
 {
     PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
@@ -385,7 +386,8 @@ static PyObject *capsule_of(PyObject *object)
     int on_cpu = method && empty ? is_on_cpu(object) : -1;
     if (on_cpu < 0)
         goto done;
-    keywords = Py_BuildValue("{s(ii)}", "max_version", (int)VIKING_DLPACK_MAJOR, (int)VIKING_DLPACK_MINOR);
+    keywords =
+        Py_BuildValue("{s(ii)sO}", "max_version", (int)VIKING_DLPACK_MAJOR, (int)VIKING_DLPACK_MINOR, "copy", Py_False);
     PyObject *stream = on_cpu ? NULL : PyLong_FromLong(-1); /* -1: do not synchronise */
     if (!keywords || (stream && PyDict_SetItemString(keywords, "stream", stream) < 0) || PyErr_Occurred()) {
         Py_XDECREF(stream);
@@ -395,7 +397,7 @@ static PyObject *capsule_of(PyObject *object)
     capsule = PyObject_Call(method, empty, keywords);
     if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
         PyErr_Clear();
-        if (PyDict_DelItemString(keywords, "max_version") == 0)
+        if (PyDict_DelItemString(keywords, "max_version") == 0 && PyDict_DelItemString(keywords, "copy") == 0)
             capsule = PyObject_Call(method, empty, keywords);
     }
 done:
