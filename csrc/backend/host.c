@@ -17,9 +17,7 @@
 #include <string.h>
 
 #include "../base/os.h"
-
-/* cudaMalloc promises at least this. */
-#define DEVICE_ALIGNMENT 256u
+#include "host_memory.h"
 
 /* A sleep returns late by about this much, so the end of a wait is spun. */
 #define SPIN_NS 70000u
@@ -72,13 +70,6 @@ struct viking_stream_tag {
     uint64_t clock_ns; /* when the work so far would have ended at the exact pace */
 };
 
-typedef struct block {
-    struct block *next;
-    void *address; /* what the caller holds */
-    void *memory; /* what malloc returned */
-    size_t bytes;
-} block;
-
 struct host {
     viking_backend base;
     viking_host_options options;
@@ -86,10 +77,7 @@ struct host {
     viking_condition *progress; /* a moment that a thread waits for is reached */
     struct viking_stream_tag *streams;
     uint64_t stream_count; /* ever opened */
-    block *allocations;
-    block *pins;
-    uint64_t allocated_bytes;
-    uint64_t pinned_bytes;
+    viking_host_memory memory;
     uint64_t link_free_ns[2]; /* per direction, when the copies so far would have left the link */
     uint64_t calls;
     uint64_t fail_in; /* 0: no fault is due */
@@ -564,27 +552,14 @@ viking_status viking_host_launch(viking_backend *self, viking_stream stream, voi
 
 /* ---- memory ---- */
 
-/* Unlink and return the block at `address`, NULL if there is none. With the mutex held. */
-static block *take_block(block **list, const void *address)
-{
-    for (; *list; list = &(*list)->next) {
-        block *found = *list;
-        if (found->address == address) {
-            *list = found->next;
-            return found;
-        }
-    }
-    return NULL;
-}
-
 static viking_status host_memory(viking_backend *self, size_t *free_bytes, size_t *total_bytes)
 {
     host *device;
     viking_status status = enter_fallible(self, "memory", &device);
     if (status != VIKING_OK)
         return status;
-    *total_bytes = (size_t)device->options.memory_bytes;
-    *free_bytes = (size_t)(device->options.memory_bytes - device->allocated_bytes);
+    *total_bytes = (size_t)device->memory.total_bytes;
+    *free_bytes = (size_t)(device->memory.total_bytes - device->memory.allocated_bytes);
     viking_mutex_unlock(device->mutex);
     return VIKING_OK;
 }
@@ -595,31 +570,7 @@ static viking_status host_allocate(viking_backend *self, size_t bytes, void **ou
     viking_status status = enter_fallible(self, "allocate", &device);
     if (status != VIKING_OK)
         return status;
-    uint64_t free_bytes = device->options.memory_bytes - device->allocated_bytes;
-    if (bytes == 0 || bytes > free_bytes) {
-        status = bytes ? VIKING_ERROR_NO_DEVICE_MEMORY : VIKING_ERROR_INVALID;
-        viking_status_fail(status, "host backend: cannot allocate %zu bytes: %llu of %llu are free", bytes,
-                           (unsigned long long)free_bytes, (unsigned long long)device->options.memory_bytes);
-        goto done;
-    }
-    /* From malloc and not from the system's maps: memory checkers then see what runs over its end. */
-    block *made = calloc(1, sizeof *made);
-    void *memory = bytes <= SIZE_MAX - DEVICE_ALIGNMENT ? malloc(bytes + DEVICE_ALIGNMENT) : NULL;
-    if (!made || !memory) {
-        free(made);
-        free(memory);
-        status = viking_status_fail(VIKING_ERROR_NO_DEVICE_MEMORY,
-                                    "host backend: cannot allocate %zu bytes: the machine has no memory left", bytes);
-        goto done;
-    }
-    made->memory = memory;
-    made->address = (char *)memory + (DEVICE_ALIGNMENT - (uintptr_t)memory % DEVICE_ALIGNMENT);
-    made->bytes = bytes;
-    made->next = device->allocations;
-    device->allocations = made;
-    device->allocated_bytes += bytes;
-    *out = made->address;
-done:
+    status = viking_host_memory_allocate(&device->memory, bytes, out);
     viking_mutex_unlock(device->mutex);
     return status;
 }
@@ -627,40 +578,8 @@ done:
 static void host_release(viking_backend *self, void *address)
 {
     host *device = enter(self);
-    block *found = take_block(&device->allocations, address);
-    if (found) {
-        device->allocated_bytes -= found->bytes;
-        free(found->memory);
-        free(found);
-    }
+    viking_host_memory_release(&device->memory, address);
     viking_mutex_unlock(device->mutex);
-}
-
-/* With the mutex held. */
-static viking_status check_pin(const host *device, const void *address, size_t bytes)
-{
-    uintptr_t begin = (uintptr_t)address;
-    if (bytes == 0 || begin % viking_os_page_bytes() != 0 || bytes > UINTPTR_MAX - begin) {
-        return viking_status_fail(VIKING_ERROR_INVALID,
-                                  "host backend: cannot pin %zu bytes at %p: the range must begin on a page of %zu "
-                                  "bytes and must not be empty",
-                                  bytes, address, viking_os_page_bytes());
-    }
-    for (const block *other = device->pins; other; other = other->next) {
-        uintptr_t other_begin = (uintptr_t)other->address;
-        if (begin < other_begin + other->bytes && other_begin < begin + bytes) {
-            return viking_status_fail(VIKING_ERROR_STATE,
-                                      "host backend: cannot pin %zu bytes at %p: %zu bytes at %p are pinned already",
-                                      bytes, address, other->bytes, other->address);
-        }
-    }
-    uint64_t limit = device->options.pin_limit_bytes;
-    if (limit && (device->pinned_bytes >= limit || bytes > limit - device->pinned_bytes)) {
-        return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY,
-                                  "host backend: cannot pin %zu bytes: %llu are pinned and the limit is %llu", bytes,
-                                  (unsigned long long)device->pinned_bytes, (unsigned long long)limit);
-    }
-    return VIKING_OK;
 }
 
 static viking_status host_pin(viking_backend *self, void *address, size_t bytes)
@@ -669,20 +588,7 @@ static viking_status host_pin(viking_backend *self, void *address, size_t bytes)
     viking_status status = enter_fallible(self, "pin", &device);
     if (status != VIKING_OK)
         return status;
-    status = check_pin(device, address, bytes);
-    if (status != VIKING_OK)
-        goto done;
-    block *made = calloc(1, sizeof *made);
-    if (!made) {
-        status = no_memory("pin");
-        goto done;
-    }
-    made->address = address;
-    made->bytes = bytes;
-    made->next = device->pins;
-    device->pins = made;
-    device->pinned_bytes += bytes;
-done:
+    status = viking_host_memory_pin(&device->memory, address, bytes);
     viking_mutex_unlock(device->mutex);
     return status;
 }
@@ -693,28 +599,12 @@ static viking_status host_unpin(viking_backend *self, void *address)
     viking_status status = enter_fallible(self, "unpin", &device);
     if (status != VIKING_OK)
         return status;
-    block *found = take_block(&device->pins, address);
-    if (found) {
-        device->pinned_bytes -= found->bytes;
-        free(found);
-    } else {
-        status = viking_status_fail(VIKING_ERROR_INVALID, "host backend: nothing is pinned at %p", address);
-    }
+    status = viking_host_memory_unpin(&device->memory, address);
     viking_mutex_unlock(device->mutex);
     return status;
 }
 
 /* ---- the device ---- */
-
-static void free_blocks(block *list)
-{
-    while (list) {
-        block *next = list->next;
-        free(list->memory); /* NULL for a pin */
-        free(list);
-        list = next;
-    }
-}
 
 static void host_close(viking_backend *self)
 {
@@ -724,8 +614,7 @@ static void host_close(viking_backend *self)
         viking_mutex_lock(device->mutex);
     }
     viking_mutex_unlock(device->mutex);
-    free_blocks(device->allocations);
-    free_blocks(device->pins);
+    viking_host_memory_free(&device->memory);
     viking_condition_close(device->progress);
     viking_mutex_close(device->mutex);
     free(device);
@@ -761,10 +650,11 @@ viking_status viking_host_open(const viking_host_options *options, viking_backen
     device->base.operations = &operations;
     if (options)
         device->options = *options;
-    if (device->options.memory_bytes == 0) {
-        uint64_t machine = viking_os_memory_bytes();
-        device->options.memory_bytes = machine ? machine : SIZE_MAX;
-    }
+    uint64_t machine_bytes = viking_os_memory_bytes();
+    device->memory.pin_limit_bytes = device->options.pin_limit_bytes;
+    device->memory.total_bytes = device->options.memory_bytes ? device->options.memory_bytes
+                                 : machine_bytes              ? machine_bytes
+                                                              : SIZE_MAX;
     viking_status status = viking_mutex_open(&device->mutex);
     if (status == VIKING_OK)
         status = viking_condition_open(&device->progress);
@@ -799,7 +689,7 @@ uint64_t viking_host_pinned_bytes(const viking_backend *self)
 {
     const host *device = (const host *)self;
     viking_mutex_lock(device->mutex);
-    uint64_t bytes = device->pinned_bytes;
+    uint64_t bytes = device->memory.pinned_bytes;
     viking_mutex_unlock(device->mutex);
     return bytes;
 }

@@ -10,11 +10,11 @@
 #include "backend.h"
 
 typedef struct viking_host_options {
-    uint64_t bytes_per_second;  /* pace of copies; 0: as fast as memcpy */
-    uint64_t delay_ns;          /* a random delay below this before each item of a stream's queue; 0: none */
-    uint64_t seed;              /* of those delays */
-    uint64_t memory_bytes;      /* what `memory` and `allocate` believe in; 0: the machine's */
-    uint64_t pin_limit_bytes;   /* pinning more than this fails with NO_HOST_MEMORY; 0: no limit */
+    uint64_t bytes_per_second; /* pace of copies; 0: as fast as memcpy */
+    uint64_t delay_ns; /* a random delay below this before each item of a stream's queue; 0: none */
+    uint64_t seed; /* of those delays */
+    uint64_t memory_bytes; /* what `memory` and `allocate` believe in; 0: the machine's */
+    uint64_t pin_limit_bytes; /* pinning more than this fails with NO_HOST_MEMORY; 0: no limit */
 } viking_host_options;
 
 /* options NULL: all zero. */
