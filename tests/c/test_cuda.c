@@ -238,6 +238,8 @@ static void the_hot_path_is_one_runtime_call_each(void)
     CHECK_OK(c.call->event_reached(c.backend, event, &reached));
     CHECK(fake.calls("*") - before == 5);
     CHECK(fake.count("to device") == sizeof source && fake.count("to host") == 0);
+    CHECK_OK(c.call->copy(c.backend, VIKING_COPY_TO_HOST, &source, &there, sizeof there, stream));
+    CHECK(fake.count("to device") == sizeof source && fake.count("to host") == sizeof there);
     c.call->event_close(c.backend, event);
     c.call->stream_close(c.backend, stream);
     c.call->close(c.backend);

@@ -66,6 +66,7 @@ static struct {
     int register_error;
     viking_backend *devices[LARGEST_DEVICE_COUNT]; /* opened when first used */
     struct CUstream_st *streams;
+    struct CUstream_st *destroyed_streams; /* their work goes on, as on a device; ended by a reset */
     struct CUevent_st *events;
     range *registrations;
     range *allocations;
@@ -486,11 +487,9 @@ viking_cuda_result cudaStreamDestroy(viking_cuda_stream stream)
     if (!link)
         return leave(VIKING_CUDA_INVALID_RESOURCE_HANDLE);
     *link = stream->next;
-    viking_backend *self = fake.devices[stream->device];
-    unlock();
-    self->operations->stream_close(self, stream->stream);
-    free(stream);
-    return VIKING_CUDA_SUCCESS;
+    stream->next = fake.destroyed_streams;
+    fake.destroyed_streams = stream;
+    return leave(VIKING_CUDA_SUCCESS);
 }
 
 viking_cuda_result cudaStreamSynchronize(viking_cuda_stream stream)
@@ -620,6 +619,15 @@ viking_cuda_result cudaEventElapsedTime(float *milliseconds, viking_cuda_event f
 
 /* ---- what tests ask ---- */
 
+static void free_streams(struct CUstream_st *list)
+{
+    while (list) {
+        struct CUstream_st *next = list->next;
+        free(list);
+        list = next;
+    }
+}
+
 EXPORT void fake_cudart_reset(void)
 {
     lock();
@@ -630,11 +638,8 @@ EXPORT void fake_cudart_reset(void)
         self->operations->event_close(self, gone->event);
         free(gone);
     }
-    while (fake.streams) {
-        struct CUstream_st *gone = fake.streams;
-        fake.streams = gone->next;
-        free(gone);
-    }
+    free_streams(fake.streams);
+    free_streams(fake.destroyed_streams);
     while (fake.registrations)
         drop_range(&fake.registrations);
     while (fake.allocations)
