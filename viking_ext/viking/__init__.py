@@ -1,0 +1,69 @@
+"""Train models whose weights do not fit on the card: weights stream from host memory, planned ahead.
+
+    import viking
+
+    model = viking.attach(model, "cuda", vram="20GiB")
+    ...  # train as before
+    viking.detach(model)
+
+Importing this package imports neither torch nor CUDA; each name below brings what it needs when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from viking._engine import LinearLayerMemoryManager
+    from viking.nn.managing import MemoryManager, attach, detach, editing, refresh
+    from viking.nn.precision import force_to_bf16
+    from viking.nn.report import Stats, WeightStats, stats
+
+_HOMES = {
+    "attach": "viking.nn.managing",
+    "detach": "viking.nn.managing",
+    "editing": "viking.nn.managing",
+    "refresh": "viking.nn.managing",
+    "MemoryManager": "viking.nn.managing",
+    "force_to_bf16": "viking.nn.precision",
+    "stats": "viking.nn.report",
+    "Stats": "viking.nn.report",
+    "WeightStats": "viking.nn.report",
+    "LinearLayerMemoryManager": "viking._engine",
+}
+
+__all__ = [
+    "LinearLayerMemoryManager",
+    "MemoryManager",
+    "Stats",
+    "WeightStats",
+    "attach",
+    "detach",
+    "editing",
+    "force_to_bf16",
+    "refresh",
+    "stats",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'viking' has no attribute {name!r}")
+    try:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"viking.{name} works on torch models and torch is not installed: pip install torch (2.4 or later)",
+            name="torch",
+        ) from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

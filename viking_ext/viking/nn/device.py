@@ -1,0 +1,234 @@
+"""One engine per device, whoever attaches: its slab, its budget, its pinned memory.
+
+A trainer attaches transformer, text encoder and adapters one by one, and one plan must cover what runs in one step. So
+they share the engine of their device, and the budget is the engine's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from viking import _engine
+from viking.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from viking._engine import LinearLayerMemoryManager
+
+GIB = 1 << 30
+#: Left free beside everything that was measured: near the allocator's limit retries cost 15 to 60 % of a step.
+HEADROOM_BYTES = 768 << 20
+#: Training steps after which everything but the weights is taken to have reached its peak.
+SETTLING_STEPS = 2
+
+Size = int | str | None
+
+
+def resolve_device(device: str | torch.device | int) -> torch.device:
+    """A torch.device with its index; ValueError or RuntimeError, saying what to do, for one that cannot be used."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{device!r} is not a device: use \"cuda\", \"cuda:1\" or \"cpu\"") from error
+    if found.type not in ("cuda", "cpu"):
+        raise ValueError(f"Viking streams to \"cuda\" devices, and to \"cpu\" for trying it out, not to {str(found)!r}")
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
+        raise RuntimeError(f"{device!r} cannot be used: {reason}. viking.attach(model, \"cpu\") runs without a GPU")
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"there is no {str(found)!r}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+    return torch.device("cuda", index)
+
+
+def parse_size(value: Size, name: str) -> Size:
+    """None, "auto", or bytes."""
+    return value if value is None or value == "auto" else parse_bytes(value, name)
+
+
+class DeviceEngine:
+    """The engine of one device and what it needs of torch: the slab's memory, and the sizes of everything else."""
+
+    _open: ClassVar[dict[torch.device, DeviceEngine]] = {}
+    #: How the native engine is made; tests put engines with delays and faults here.
+    make_engine: ClassVar[Callable[[torch.device], _engine.Engine] | None] = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceEngine:
+        if device not in cls._open:
+            cls._open[device] = cls(device)
+        return cls._open[device]
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if DeviceEngine.make_engine is not None:
+            self.engine = DeviceEngine.make_engine(device)
+        elif device.type == "cuda":
+            torch.cuda.init()
+            self.engine = _engine.Engine("cuda", device.index, torch.Tensor)
+        else:
+            self.engine = _engine.Engine("host")
+        self.slab: torch.Tensor | None = None
+        self.vram: Size = "auto"
+        self.weights_budget: Size = None
+        self.settled = False
+        self.pin_limit: int | None = None
+        self.pin_warned = False
+        self.linears: dict[int, list[LinearLayerMemoryManager]] = {}  # by weight number
+        self.resident_bytes = 0  # of tensors that managers moved here for good
+        self.users = 0
+        self.keys = itertools.count(1)
+
+    # ---- budget ----
+
+    def set_budget(self, vram: Size, weights_budget: Size) -> None:
+        """What the user asked for; "auto" and None leave what an earlier attach has said."""
+        if weights_budget not in (None, "auto"):
+            self._replace_budget(self.vram, weights_budget)
+        elif vram not in (None, "auto"):
+            self._replace_budget(vram, None)
+
+    def _replace_budget(self, vram: Size, weights_budget: Size) -> None:
+        before = (self.vram, self.weights_budget)
+        if self.users > 0 and before not in (("auto", None), (vram, weights_budget)):
+            warnings.warn(f"the budget of {self.device} is now {self._describe(vram, weights_budget)} instead of "
+                          f"{self._describe(*before)}: it is shared by all models on the device", stacklevel=5)
+        self.vram, self.weights_budget, self.settled = vram, weights_budget, False
+
+    @staticmethod
+    def _describe(vram: Size, weights_budget: Size) -> str:
+        name, value = ("vram", vram) if weights_budget is None else ("weights_budget", weights_budget)
+        return f"{name}={format_bytes(value) if isinstance(value, int) else value!r}"
+
+    def budget_bytes(self) -> int:
+        """The weights budget at present. ValueError where what was asked for is too small, naming what works."""
+        smallest, largest = self.engine.budget_range()
+        if self.weights_budget is not None:
+            return self._checked("weights_budget", int(self.weights_budget), 0, smallest, largest)
+        if self.device.type == "cpu":
+            if self.vram == "auto":
+                return largest
+            return self._checked("vram", int(self.vram), self.resident_bytes, smallest, largest)
+        return self._from_device_memory(smallest, largest)
+
+    @staticmethod
+    def _checked(name: str, asked: int, others: int, smallest: int, largest: int) -> int:
+        if asked == 0:
+            return smallest
+        if asked - others < smallest:
+            beside = f" beside {format_bytes(others)} of other tensors" if others else ""
+            raise ValueError(
+                f"{name}={format_bytes(asked)} is too small: the smallest that works is {smallest + others} bytes "
+                f"({format_bytes(smallest + others)}: the model's two largest weights{beside}); 0 takes just that"
+            )
+        return min(asked - others, largest)
+
+    def _from_device_memory(self, smallest: int, largest: int) -> int:
+        """vram less everything but the weights: what there is before the first steps, their peak afterwards."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        slab = 0 if self.slab is None else self.slab.numel()
+        reserved = torch.cuda.memory_reserved(self.device)
+        context = max(0, total - free - reserved)
+        peak = max(torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)) - slab
+        limit = total if self.vram == "auto" else min(total, int(self.vram))
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self.device)
+        limit = min(limit, context + int(fraction * total))
+        if self.settled:
+            room = limit - context - peak - HEADROOM_BYTES
+        else:  # activations and optimizer state are still to come: half of what is free is theirs
+            room = (limit - context - torch.cuda.memory_allocated(self.device) + slab - HEADROOM_BYTES) // 2
+        if self.vram == 0:
+            return smallest
+        if self.vram == "auto" or (room < smallest and not self.settled):
+            return min(max(room, smallest), largest)
+        return self._checked("vram", limit, limit - room, smallest, largest)
+
+    def settle(self) -> bool:
+        """After the first training steps the rest of the memory is known: True if the budget may change with it."""
+        if self.settled or self.device.type == "cpu" or self.weights_budget is not None:
+            return False
+        if self.engine.stats()["steps"] < SETTLING_STEPS:
+            return False
+        self.settled = True
+        return True
+
+    # ---- layout ----
+
+    def relayout(self) -> None:
+        """Find addresses for all weights under the budget and put them into force."""
+        if not self.linears:
+            self._drop_slab()
+            return
+        slab_bytes = self.engine.layout(self.budget_bytes())
+        if self.slab is None or self.slab.numel() != slab_bytes:
+            self._drop_slab()
+            self.slab = self._allocate(slab_bytes)
+        self.engine.use_layout(self.slab.data_ptr())
+        for manager in self._managers():
+            manager.forget_views()
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            raw = torch.empty(nbytes + 256, dtype=torch.uint8, device=self.device)
+        start = -raw.data_ptr() % 256
+        return raw[start : start + nbytes]
+
+    def _drop_slab(self) -> None:
+        if self.slab is None:
+            return
+        self.engine.drop_slab()
+        for manager in self._managers():
+            manager.forget_views()
+        self.slab = None
+
+    def _managers(self) -> list[LinearLayerMemoryManager]:
+        return [manager for together in self.linears.values() for manager in together]
+
+    # ---- pinned memory ----
+
+    def pin(self, progress: Callable[[int, int, str], None] | None = None) -> None:
+        """Pin what is streamed and unpin what is resident. What the system refuses is streamed from pageable memory."""
+        if self.device.type == "cpu" and DeviceEngine.make_engine is None:
+            return
+        sizes = {w: together[0].nbytes for w, together in self.linears.items()}
+        total, done, pinned = sum(sizes.values()), 0, 0
+        for weight, nbytes in sizes.items():
+            path = self.linears[weight][0].path
+            if self.pin_limit is not None and path != "resident" and pinned + nbytes > self.pin_limit:
+                self.engine.unpin(weight)
+            else:
+                try:
+                    self.engine.pin(weight)
+                    pinned += nbytes if path != "resident" else 0
+                except (RuntimeError, MemoryError) as error:
+                    self._warn_unpinned(error, pinned)
+                    return
+            done += nbytes
+            if progress is not None:
+                progress(done, total, "pinning host memory")
+
+    def _warn_unpinned(self, error: Exception, pinned: int) -> None:
+        if self.pin_warned:
+            return
+        self.pin_warned = True
+        warnings.warn(
+            f"host memory could be pinned for {format_bytes(pinned)} of weights only ({error}); the rest streams from "
+            "pageable memory: the same numbers, slower", stacklevel=2)
+
+    # ---- life ----
+
+    def leave(self) -> None:
+        """A model was detached. The last one closes the engine."""
+        self.users -= 1
+        if self.users > 0:
+            self.relayout()
+            return
+        self._drop_slab()
+        self.engine.close()
+        DeviceEngine._open.pop(self.device, None)

@@ -1,0 +1,117 @@
+"""Which modules are worth streaming, and why the others are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from viking.nn import forwards
+from viking.nn.storage import is_dense, span_bytes, tensors_of
+
+#: Smaller weights become ordinary tensors on the device: a copy of less than this cannot use the link.
+SMALLEST_BYTES = {"cuda": 256 << 10, "cpu": 4 << 10}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: These read the weights of their Linear children without calling them.
+READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@dataclass
+class Verdict:
+    """On one Linear: why it is not streamed, "" if it is."""
+
+    name: str
+    module: nn.Module
+    reason: str
+
+
+def judge(root: nn.Module, ignored: set[int], device: torch.device, whole: bool = True) -> list[Verdict]:
+    """A verdict on each Linear of `root` that is not managed yet, in the order of its modules.
+
+    `whole`: judge a model that is about to be attached; else `root` is the one Linear in question, however small, and
+    managed or not. ValueError for tensors that have no data.
+    """
+    verdicts = []
+    direct: set[int] = set()  # Linears whose parent reads their weights
+    for name, module in root.named_modules():
+        if isinstance(module, READS_ITS_CHILDREN):
+            direct.update(id(child) for child in module.children())
+        if id(module) in ignored:
+            continue
+        _refuse_missing_data(name, module, ignored)
+        if not isinstance(module, nn.Linear) or (whole and "_layer_memory_manager" in module.__dict__):
+            continue
+        reason = _why_not(module, ignored, device if whole else None)
+        if not reason and id(module) in direct:
+            reason = "its parent reads the weight without calling it"
+        verdicts.append(Verdict(name, module, reason))
+    if whole:
+        _keep_ties_together(root, verdicts, ignored)
+    return verdicts
+
+
+def _refuse_missing_data(name: str, module: nn.Module, ignored: set[int]) -> None:
+    for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None and tensor.is_meta and id(tensor) not in ignored:
+            raise ValueError(f"{name + '.' if name else ''}{own} is on the meta device and has no data: load the model's "
+                             "weights before viking.attach")
+
+
+def _why_not(module: nn.Linear, ignored: set[int], device: torch.device | None) -> str:
+    tensors = tensors_of(module)
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "it has no weight parameter of its own (parametrized?)"
+    if type(module).forward is not nn.Linear.forward:
+        return f"{type(module).__name__} has a forward of its own"
+    if any(id(t) in ignored for t in tensors):
+        return "a parameter of it is ignored"
+    for tensor in tensors:
+        if type(tensor) is not nn.Parameter or type(tensor.data) is not torch.Tensor:
+            return f"its weight is a {type(tensor.data).__name__}, which has no plain memory"
+        if tensor.layout != torch.strided:
+            return "its weight is sparse"
+        if tensor.dtype not in DTYPES:
+            return f"its dtype is {tensor.dtype}"
+        if tensor.numel() == 0 or tensor.data_ptr() == 0:
+            return "it is empty"
+        if not is_dense(tensor):
+            return "its memory has gaps"
+        if tensor.data_ptr() % tensor.element_size() != 0:
+            return "its memory is misaligned"
+    if device is not None:
+        if any(t.requires_grad for t in tensors):
+            return "it is trained"
+        if sum(span_bytes(t) for t in tensors) < SMALLEST_BYTES[device.type]:
+            return "it is small"
+    if forwards.is_hidden(module):
+        return "its forward was replaced by one that hides the original"
+    return ""
+
+
+def _keep_ties_together(root: nn.Module, verdicts: list[Verdict], ignored: set[int]) -> None:
+    """A weight whose bytes something else uses too (a tied embedding) is not streamed, nor is what shares them."""
+    streamed = {id(v.module) for v in verdicts if not v.reason}
+    others: list[tuple[int, int]] = []
+    for module in root.modules():
+        if id(module) in streamed or "_layer_memory_manager" in module.__dict__:
+            continue
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is not None and type(tensor.data) is torch.Tensor and tensor.layout == torch.strided:
+                pointer = tensor.data_ptr()
+                others.append((pointer, pointer + span_bytes(tensor)))
+    others.sort()
+    changed = True
+    while changed:
+        changed = False
+        for verdict in verdicts:
+            if not verdict.reason and _shares(tensors_of(verdict.module), others):
+                verdict.reason = "its memory is shared with a module that is not streamed"
+                others.extend((t.data_ptr(), t.data_ptr() + span_bytes(t)) for t in tensors_of(verdict.module))
+                changed = True
+
+
+def _shares(tensors: list[nn.Parameter], others: list[tuple[int, int]]) -> bool:
+    spans = [(t.data_ptr(), t.data_ptr() + span_bytes(t)) for t in tensors]
+    return any(begin < end_b and begin_b < end for begin, end in spans for begin_b, end_b in others)

@@ -1,0 +1,89 @@
+"""The arithmetic of a streamed Linear: one autograd Function around acquire and release.
+
+Autograd never holds the weight: what a use gets is a view of the slab, which other weights overwrite after the
+release. Backward acquires it again. `x` is kept only where the weight wants a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from viking._engine import LinearLayerMemoryManager
+
+
+class StreamedLinear(torch.autograd.Function):
+    """y = x W^T + b with W and b on the device only while they are used.
+
+    x: (*, in_features); y: (*, out_features). `weight` and `bias` are the host Parameters where these require a
+    gradient, else None; the gradients that they get are host tensors of their own dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        manager: LinearLayerMemoryManager,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        device_weight, device_bias, ticket = manager.acquire()
+        try:
+            y = functional.linear(x, device_weight, device_bias)
+        finally:
+            manager.release(ticket)
+        if any(ctx.needs_input_grad):
+            ctx.manager = manager
+            ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+            ctx.column_major = not x.is_contiguous() and _is_column_major(x)
+            ctx.targets = (weight, bias)
+            if weight is not None:
+                ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_x = grad_weight = grad_bias = None
+        rows = grad_y.reshape(-1, grad_y.shape[-1])
+        weight, bias = ctx.targets
+        if ctx.needs_input_grad[0]:
+            device_weight, _, ticket = ctx.manager.acquire()
+            try:
+                grad_x = _input_gradient(rows, device_weight.to(grad_y.dtype), ctx.column_major)
+            finally:
+                ctx.manager.release(ticket)
+            grad_x = grad_x.reshape(ctx.x_shape).to(ctx.x_dtype)
+        if weight is not None and ctx.needs_input_grad[2]:
+            (x,) = ctx.saved_tensors
+            grad_weight = rows.t().mm(x.reshape(-1, x.shape[-1]).to(grad_y.dtype)).to(weight.device, weight.dtype)
+        if bias is not None and ctx.needs_input_grad[3]:
+            grad_bias = rows.sum(0).to(bias.device, bias.dtype)
+        return grad_x, None, grad_weight, grad_bias
+
+
+apply = StreamedLinear.apply
+
+
+def _is_column_major(x: torch.Tensor) -> bool:
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    return rows.stride(0) == 1 and rows.stride(1) == rows.shape[0]
+
+
+def _input_gradient(rows: torch.Tensor, weight: torch.Tensor, column_major: bool) -> torch.Tensor:
+    """grad_y W, (rows, out) x (out, in), with the operands in the order in which torch's own backward has them."""
+    return weight.t().mm(rows.t()).t() if column_major else rows.mm(weight)
+
+
+def make_views(manager: LinearLayerMemoryManager, address: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The module's weight and bias over the device memory at `address`; called once per layout."""
+    return manager.manager.device_views(manager, address)
+
+
+def repair(manager: LinearLayerMemoryManager) -> None:
+    """The module's weight or bias is no longer the tensor that lives in the home: bring the new one home."""
+    manager.manager.rehome(manager)

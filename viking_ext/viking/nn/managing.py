@@ -1,0 +1,421 @@
+"""attach and detach: which modules of a model are streamed, and everything that this changes about them.
+
+Attaching happens in this order, so that a mistake is found before anything was touched and no second copy of the model
+ever exists: judge every module; open homes, which cost nothing until they are filled, and find a layout under the
+budget; fill the homes weight by weight, each time letting go of the memory the weight came from; move all the rest to
+the device; allocate the slab; pin what is streamed; put our forward in place. An exception anywhere in it, Ctrl-C
+included, undoes what was done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from viking._engine import Home, LinearLayerMemoryManager
+from viking.nn import forwards
+from viking.nn.device import DeviceEngine, Size, parse_size, resolve_device
+from viking.nn.eligible import Verdict, judge
+from viking.nn.progress import Progress, make_progress
+from viking.nn.storage import Weight, group
+
+Ignored = Iterable[nn.Module | torch.Tensor]
+
+
+class MemoryManager:
+    """Manages one model on one device: found at `model._memory_manager`, made by :func:`attach`."""
+
+    def __init__(self, module: nn.Module, device: DeviceEngine, ignore: Ignored = (), options: tuple = ()) -> None:
+        self.module = module
+        self.device = device
+        self.options = options
+        self.ignored = {id(item) for item in ignore}
+        self.ignored |= {id(m) for item in ignore if isinstance(item, nn.Module) for m in item.modules()}
+        self.kept = tuple(ignore)  # so that the ids above stay theirs
+        self.linears: dict[nn.Module, LinearLayerMemoryManager] = {}
+        self.weights: dict[int, Weight] = {}  # by weight number
+        self.reasons: dict[str, str] = {}  # why a Linear of this name is not streamed
+        self.moved: list[tuple[nn.Module, torch.device]] = []
+        self.moved_bytes = 0
+        self.stale = False  # modules or parameters were registered since the last look
+        self._key = next(device.keys)
+        self._hook: Any = None
+
+    @property
+    def process_device(self) -> torch.device:
+        """Where the model computes."""
+        return self.device.device
+
+    def __deepcopy__(self, memo: dict) -> MemoryManager:
+        raise TypeError("a model whose weights are streamed cannot be copied: copy its state_dict(), or call "
+                        "viking.detach(model) first")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model whose weights are streamed cannot be pickled: save its state_dict(), or call "
+                        "viking.detach(model) first")
+
+    # ---- attach ----
+
+    def start(self, progress: Progress) -> None:
+        """Manage the whole module. On an exception everything is as before."""
+        self.device.users += 1
+        try:
+            self._adopt(progress)
+            self.module._memory_manager = self
+            self._hook = self.module.register_forward_pre_hook(self._enter, prepend=True)
+            _watch(self)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _adopt(self, progress: Progress) -> None:
+        """Take in what is not managed yet."""
+        verdicts = judge(self.module, self.ignored, self.process_device)
+        self.reasons.update({v.name: v.reason for v in verdicts if v.reason})
+        fresh = self._open_homes([v.module for v in verdicts if not v.reason])
+        if fresh:
+            self.device.engine.layout(self.device.budget_bytes())  # too small a budget ends here, with nothing touched
+        self._fill(fresh, progress)
+        self._move_the_rest()
+        self.device.relayout()
+        self.device.pin(progress)
+        self._install(verdicts)
+
+    def _open_homes(self, modules: list[nn.Module]) -> list[int]:
+        numbers = []
+        for weight in group(modules):
+            home = Home(weight.nbytes)
+            number = self.device.engine.add(home, weight.nbytes)
+            numbers.append(number)
+            self.weights[number] = weight
+            self.device.linears[number] = []
+            for module in weight.modules:
+                manager = LinearLayerMemoryManager(module, self, self.device.engine)
+                manager.bind(number, home, weight.nbytes)
+                self.linears[module] = manager
+                self.device.linears[number].append(manager)
+        return numbers
+
+    def _fill(self, numbers: list[int], progress: Progress) -> None:
+        total = sum(self.weights[n].nbytes for n in numbers)
+        done = 0
+        for number in numbers:
+            weight = self.weights[number]
+            home = self.device.linears[number][0].home
+            base = _tensor_over(home)
+            for segment in weight.segments:
+                if segment.device.type == "cpu":
+                    home.fill(segment.offset, segment.begin, segment.nbytes)
+            with torch.no_grad():
+                for place in weight.places.values():
+                    target = place.over(base, 0)
+                    if place.segment.device.type != "cpu":
+                        target.copy_(place.parameter)
+                    place.parameter.data = target
+            for manager in self.device.linears[number]:
+                manager.bind(number, home, weight.nbytes)
+            done += weight.nbytes
+            progress(done, total, "moving weights to their homes")
+
+    def _move_the_rest(self) -> None:
+        """Everything that is not streamed lives on the device from now on."""
+        device = self.process_device
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in self.ignored or tensor.device == device:
+                return tensor
+            self.moved_bytes += tensor.numel() * tensor.element_size()
+            return tensor.to(device)
+
+        before = self.moved_bytes
+        for module in self.module.modules():
+            if module in self.linears or id(module) in self.ignored or hasattr(module, "_layer_memory_manager"):
+                continue
+            own = [*module._parameters.values(), *module._buffers.values()]
+            away = [t for t in own if t is not None and t.device != device and id(t) not in self.ignored]
+            if away:
+                self.moved.append((module, away[0].device))
+                nn.Module._apply(module, move, recurse=False)
+        self.device.resident_bytes += self.moved_bytes - before
+
+    def _install(self, verdicts: list[Verdict]) -> None:
+        for verdict in verdicts:
+            if not verdict.reason:
+                manager = self.linears[verdict.module]
+                verdict.module._layer_memory_manager = manager
+                forwards.install(verdict.module, manager)
+
+    # ---- one Linear more or less (LinearLayerMemoryManager.attach and .detach) ----
+
+    def manage_linear(self, module: nn.Module) -> LinearLayerMemoryManager:
+        """Manage one Linear. ValueError, with the reason, if it cannot be streamed."""
+        present = module.__dict__.get("_layer_memory_manager")
+        if present is not None:
+            return present
+        (verdict,) = judge(module, self.ignored, self.process_device, whole=False)
+        if verdict.reason:
+            raise ValueError(f"this {type(module).__name__} cannot be streamed: {verdict.reason}")
+        (number,) = self._open_homes([module])
+        try:
+            self._fill([number], lambda done, total, what: None)
+            self.device.relayout()
+            self.device.pin()
+        except BaseException:
+            self._release_weight(number)
+            raise
+        self._install([verdict])
+        return self.linears[module]
+
+    def release_linear(self, manager: LinearLayerMemoryManager) -> None:
+        """Stop managing one Linear, and those that share its bytes. It stays on the host."""
+        self._release_weight(manager.weight)
+        self.device.relayout()
+
+    def _release_weight(self, number: int) -> None:
+        self.device.engine.remove(number)
+        weight = self.weights.pop(number)
+        managers = self.device.linears.pop(number)
+        for module in weight.modules:
+            forwards.remove(module, self.linears.pop(module))
+        home = managers[0].home
+        for manager in managers:
+            manager.unbind()
+        home.retire()
+
+    # ---- edits ----
+
+    def rehome(self, manager: LinearLayerMemoryManager) -> None:
+        """A parameter of a managed Linear was replaced, or its data was: bring the new bytes into a home."""
+        modules = self.weights[manager.weight].modules
+        verdicts = [judge(m, self.ignored, self.process_device, whole=False)[0] for m in modules]
+        refused = next((v.reason for v in verdicts if v.reason), "")
+        if refused:
+            raise RuntimeError(f"the weight of a streamed Linear was replaced by one that cannot be streamed ({refused}): "
+                               "call viking.detach(model) before you replace it, and attach again")
+        engine = self.device.engine
+        old = manager.weight
+        engine.drain_copies()
+        managers = self.device.linears.pop(old)
+        fresh = group(modules)
+        engine.remove(old)
+        del self.weights[old]
+        for weight in fresh:
+            home = Home(weight.nbytes)
+            number = engine.add(home, weight.nbytes)
+            self.weights[number] = weight
+            self.device.linears[number] = [m for m in managers if m.module in weight.modules]
+            for together in self.device.linears[number]:
+                together.bind(number, home, weight.nbytes)
+            self._fill([number], lambda done, total, what: None)
+        self.device.relayout()
+        self.device.pin()
+
+    def refresh(self) -> None:
+        """The host bytes of any weight may have changed: fetch them all again."""
+        for number in self.weights:
+            self.device.engine.invalidate(number)
+
+    # ---- a step ----
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self.stale:
+            self.stale = False
+            self._adopt(lambda done, total, what: None)
+        training = torch.is_grad_enabled()
+        renew = self.device.engine.pass_begin(2 * self._key + training, training)
+        if renew or self.device.settle():
+            self.device.relayout()
+            self.device.pin()
+
+    def device_views(
+        self, manager: LinearLayerMemoryManager, address: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """weight and bias of a managed Linear over the device memory at `address`."""
+        slab = self.device.slab
+        assert slab is not None
+        places = self.weights[manager.weight].places
+        with torch.inference_mode(False), torch.no_grad():
+            offset = address - slab.data_ptr()
+            views = [None if p is None else places[id(p)].over(slab, offset)
+                     for p in (manager.module._parameters[name] for name in ("weight", "bias"))]
+        return views[0], views[1]
+
+    # ---- detach ----
+
+    def stop(self) -> None:
+        """Everything is as before attach, but that the weights' bytes may lie elsewhere in host memory."""
+        _unwatch(self)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self.module.__dict__.pop("_memory_manager", None)
+        for number in list(self.weights):
+            self._release_weight(number)
+        for module, origin in reversed(self.moved):
+            nn.Module._apply(module, lambda t, to=origin: t if id(t) in self.ignored else t.to(to), recurse=False)
+        self.device.resident_bytes -= self.moved_bytes
+        self.moved.clear()
+        self.device.leave()
+
+
+def _tensor_over(home: Home) -> torch.Tensor:
+    """All bytes of a home as a uint8 tensor that keeps it alive."""
+    with torch.inference_mode(False):
+        return torch.frombuffer(home, dtype=torch.uint8)
+
+
+# ---- modules and parameters that are registered after attach ----
+
+_watched: dict[int, MemoryManager] = {}
+_watch_hooks: list[Any] = []
+
+
+def _watch(manager: MemoryManager) -> None:
+    if not _watched:
+        _watch_hooks.append(torch_module.register_module_module_registration_hook(_registered))
+        _watch_hooks.append(torch_module.register_module_parameter_registration_hook(_registered))
+    _watched[id(manager)] = manager
+
+
+def _unwatch(manager: MemoryManager) -> None:
+    _watched.pop(id(manager), None)
+    if not _watched:
+        for hook in _watch_hooks:
+            hook.remove()
+        _watch_hooks.clear()
+
+
+def _registered(module: nn.Module, name: str, value: Any) -> None:
+    for manager in _watched.values():
+        manager.stale = True
+
+
+# ---- public functions ----
+
+
+def attach(
+    model: nn.Module,
+    device: str | torch.device | int = "cuda",
+    vram: Size = "auto",
+    weights_budget: Size = None,
+    pin: str | int | bool = "auto",
+    ignore: Ignored = (),
+    progress: bool | Callable[[int, int, str], None] = True,
+) -> nn.Module:
+    """Stream the model's frozen Linear weights from host memory to `device`; everything else moves there for good.
+
+    The model computes what it computes without this, bit for bit; train and sample as before.
+
+    Args:
+        model: any module whose Linear weights are fp32, bf16 or fp16. It may be on the host, where it should be if the
+            card cannot hold it, or on the device already.
+        device: "cuda", "cuda:1", or "cpu", which runs the same schedule on threads, without a GPU.
+        vram: what the whole process may use on the device: "auto", bytes, or a string such as "20GiB".
+        weights_budget: what the streamed and resident weights may use, instead of `vram`; 0 is the smallest that works.
+        pin: how much host memory may be pinned: "auto" (what is streamed), False (nothing), or a limit ("16GiB").
+        ignore: modules, parameters and buffers to leave untouched, for you to move.
+        progress: True, False, or a callable ``(done_bytes, total_bytes, what)``.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: unusable device or size, a budget that is too small (the message names the smallest that works), a
+            weight that has no data (meta device), or other arguments than at the attach before.
+        RuntimeError: no CUDA here.
+        torch.OutOfMemoryError: the device cannot hold what is not streamed.
+
+    The model is untouched after an exception.
+
+    >>> model = viking.attach(model, "cuda", vram="20GiB")
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach needs a torch.nn.Module, not {type(model).__name__}")
+    target = resolve_device(device)
+    ignore = tuple(ignore)
+    asked = (target, parse_size(vram, "vram"), parse_size(weights_budget, "weights_budget"), _pin_limit(pin),
+             tuple(sorted(id(item) for item in ignore)))
+    present = getattr(model, "_memory_manager", None)
+    if present is not None:
+        if present.options == asked:
+            return model
+        raise ValueError("this model is attached already, with other arguments: call viking.detach(model) first")
+    engine = DeviceEngine.of(target)
+    before = (engine.vram, engine.weights_budget, engine.settled, engine.pin_limit)
+    engine.set_budget(asked[1], asked[2])
+    engine.pin_limit = asked[3]
+    try:
+        with make_progress(progress) as report:
+            MemoryManager(model, engine, ignore, asked).start(report)
+    except BaseException:
+        engine.vram, engine.weights_budget, engine.settled, engine.pin_limit = before
+        raise
+    return model
+
+
+def _pin_limit(pin: str | int | bool) -> int | None:
+    if pin == "auto" or pin is True:
+        return None
+    return 0 if pin is False else int(parse_size(pin, "pin") or 0)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach`: parameters, forwards, hooks and attributes are as before it, on the devices of before.
+
+    What was not attached is left alone. A graph built before cannot run backward afterwards.
+
+    >>> viking.detach(model)
+    """
+    manager = model.__dict__.get("_memory_manager")
+    if manager is not None:
+        manager.stop()
+
+
+def managers_of(model: nn.Module) -> Iterator[MemoryManager]:
+    """The managers of this model, whether it was attached itself or a part of it was."""
+    found: dict[int, MemoryManager] = {}
+    for module in model.modules():
+        for name in ("_memory_manager", "_layer_memory_manager"):
+            owner = module.__dict__.get(name)
+            if owner is not None:
+                manager = owner if name == "_memory_manager" else owner.manager
+                found[id(manager)] = manager
+    if not found:
+        raise ValueError("this model is not attached: call viking.attach(model, device) first")
+    return iter(found.values())
+
+
+def refresh(model: nn.Module) -> None:
+    """Fetch all weights again before their next use.
+
+    Needed after host writes that torch does not count: ``parameter.data.add_(...)``, fused optimizers, numpy. Ordinary
+    in-place operations, ``load_state_dict`` and replaced parameters are noticed without it. ValueError if the model is
+    not attached.
+
+    >>> model.proj.weight.data.mul_(0.5)
+    >>> viking.refresh(model)
+    """
+    for manager in managers_of(model):
+        manager.refresh()
+
+
+@contextlib.contextmanager
+def editing(model: nn.Module) -> Iterator[None]:
+    """Write to the weights of an attached model on the host: no copy reads them meanwhile, and all are fetched again.
+
+    >>> with viking.editing(model):
+    ...     model.load_state_dict(state)
+    """
+    managers = list(managers_of(model))
+    for manager in managers:
+        manager.device.engine.drain_copies()
+    try:
+        yield
+    finally:
+        for manager in managers:
+            manager.refresh()

@@ -1,0 +1,149 @@
+"""From tensors to weights: what is used together, or shares bytes, travels together.
+
+A weight is a run of bytes. Tensors of one module belong to one weight, and so do tensors of different modules whose
+bytes overlap (a tied parameter, views of one storage). Bytes that overlap are copied once, as one segment, so that they
+overlap in the home and on the device as they did before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+ALIGNMENT = 256
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the tensor's first element to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Its elements fill the span exactly: contiguous up to a permutation of the dimensions."""
+    return span_bytes(tensor) == tensor.numel() * tensor.element_size()
+
+
+def tensors_of(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a Linear's forward uses: weight, and bias where there is one."""
+    return [p for p in (module._parameters.get("weight"), module._parameters.get("bias")) if p is not None]
+
+
+@dataclass
+class Segment:
+    """A run of bytes as it was found, and its place in the home."""
+
+    begin: int
+    end: int
+    device: torch.device
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass
+class Place:
+    """A parameter's place in its weight."""
+
+    parameter: nn.Parameter
+    segment: Segment
+    offset: int  # bytes from the segment's start
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def over(self, base: torch.Tensor, base_offset: int) -> torch.Tensor:
+        """The tensor over the bytes of `base` (uint8, 1-d), where the weight starts at `base_offset`."""
+        start = base.storage_offset() + base_offset + self.segment.offset + self.offset
+        view = torch.empty(0, dtype=self.dtype, device=base.device)
+        return view.set_(base.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
+
+
+@dataclass
+class Weight:
+    """What streams as one: the modules that use it, the parameters, the segments of its bytes."""
+
+    modules: list[nn.Module]
+    segments: list[Segment]
+    places: dict[int, Place] = field(default_factory=dict)  # by id of the Parameter
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the home: each segment at a multiple of ALIGNMENT."""
+        return self.segments[-1].offset + self.segments[-1].nbytes
+
+
+def _merge(tensors: Iterable[torch.Tensor]) -> list[Segment]:
+    spans = sorted((t.device.type, t.device.index or 0, t.data_ptr(), t.data_ptr() + span_bytes(t), t.device) for t in tensors)
+    segments: list[Segment] = []
+    for *_, begin, end, device in spans:
+        if segments and segments[-1].device == device and begin < segments[-1].end:
+            segments[-1].end = max(segments[-1].end, end)
+        else:
+            segments.append(Segment(begin, end, device))
+    return segments
+
+
+def _segment_of(tensor: torch.Tensor, segments: list[Segment]) -> Segment:
+    pointer = tensor.data_ptr()
+    return next(s for s in segments if s.device == tensor.device and s.begin <= pointer < s.end)
+
+
+def _make_weight(modules: list[nn.Module]) -> Weight:
+    parameters = {id(p): p for module in modules for p in tensors_of(module)}
+    weight = Weight(modules, _merge(parameters.values()))
+    offset = 0
+    for segment in weight.segments:
+        segment.offset = offset
+        offset += -(-segment.nbytes // ALIGNMENT) * ALIGNMENT
+    for key, p in parameters.items():
+        segment = _segment_of(p, weight.segments)
+        weight.places[key] = Place(p, segment, p.data_ptr() - segment.begin, p.dtype, p.shape, p.stride())
+    return weight
+
+
+def group(modules: list[nn.Module]) -> list[Weight]:
+    """The weights of these modules, in their order. Every tensor must be dense and not empty."""
+    segments = sorted(_merge(p for module in modules for p in tensors_of(module)), key=lambda s: s.begin)
+    leader = list(range(len(modules)))
+
+    def find(i: int) -> int:
+        while leader[i] != i:
+            leader[i] = leader[leader[i]]
+            i = leader[i]
+        return i
+
+    first_user: dict[tuple[int, torch.device], int] = {}
+    for i, module in enumerate(modules):
+        for p in tensors_of(module):
+            segment = _segment_in(segments, p)
+            owner = first_user.setdefault((segment.begin, segment.device), i)
+            a, b = find(owner), find(i)
+            leader[max(a, b)] = min(a, b)
+    members: dict[int, list[nn.Module]] = {}
+    for i, module in enumerate(modules):
+        members.setdefault(find(i), []).append(module)
+    return [_make_weight(together) for together in members.values()]
+
+
+def _segment_in(segments: list[Segment], tensor: torch.Tensor) -> Segment:
+    """As _segment_of, in segments sorted by address."""
+    low, high = 0, len(segments)
+    pointer = tensor.data_ptr()
+    while low < high:
+        middle = (low + high) // 2
+        if segments[middle].begin <= pointer:
+            low = middle + 1
+        else:
+            high = middle
+    for segment in reversed(segments[:low]):
+        if segment.device == tensor.device and segment.begin <= pointer < segment.end:
+            return segment
+    raise LookupError("a tensor lies in none of the segments")
