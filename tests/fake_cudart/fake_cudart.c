@@ -431,11 +431,14 @@ viking_cuda_result cudaHostUnregister(void *address)
 }
 
 /* A copy may leave registered memory alone or stay inside one registration; a real runtime refuses anything else. */
-static bool one_registration(const char *begin, size_t bytes)
+static bool one_registration(const char *begin, size_t bytes, bool *pinned)
 {
+    *pinned = false;
     for (const range *other = fake.registrations; other; other = other->next)
-        if (touches(other, begin, bytes))
+        if (touches(other, begin, bytes)) {
+            *pinned = true;
             return begin >= other->address && begin + bytes <= other->address + other->bytes;
+        }
     return true;
 }
 
@@ -443,9 +446,9 @@ viking_cuda_result cudaMemcpyAsync(void *destination, const void *source, size_t
                                    viking_cuda_stream stream)
 {
     ENTER(MemcpyAsync);
-    bool to_device = kind == VIKING_CUDA_HOST_TO_DEVICE;
+    bool to_device = kind == VIKING_CUDA_HOST_TO_DEVICE, pinned;
     if ((!to_device && kind != VIKING_CUDA_DEVICE_TO_HOST) || !destination || !source ||
-        !one_registration(to_device ? source : destination, bytes))
+        !one_registration(to_device ? source : destination, bytes, &pinned))
         return leave(VIKING_CUDA_INVALID_VALUE);
     int index;
     viking_stream target;
@@ -454,8 +457,12 @@ viking_cuda_result cudaMemcpyAsync(void *destination, const void *source, size_t
     viking_backend *self = fake.devices[index];
     fake.copied_bytes[to_device ? 0 : 1] += bytes;
     unlock();
-    return done(translate(self->operations->copy(self, to_device ? VIKING_COPY_TO_DEVICE : VIKING_COPY_TO_HOST,
-                                                 destination, source, bytes, target)));
+    error = translate(self->operations->copy(self, to_device ? VIKING_COPY_TO_DEVICE : VIKING_COPY_TO_HOST, destination,
+                                             source, bytes, target));
+    /* A real runtime returns from a copy to pageable memory when it is done, and not before. */
+    if (error == VIKING_CUDA_SUCCESS && !to_device && !pinned)
+        error = translate(self->operations->stream_drain(self, target));
+    return done(error);
 }
 
 /* ---- streams ---- */
