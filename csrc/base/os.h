@@ -24,6 +24,10 @@ uint64_t viking_os_memory_bytes(void);
 viking_status viking_os_map(size_t bytes, void **out);
 void viking_os_unmap(void *address, size_t bytes);
 
+/* Advise huge pages for the whole pages of a range, memory from elsewhere included: the first touch of fresh memory is
+ * then several times faster. Nothing happens where the system takes no such advice or the range is below 4 MiB. */
+void viking_os_prefer_huge_pages(void *address, size_t bytes);
+
 /* Whether a forked child inherits the pages of a mapping. Memory that a device reads must not be inherited: the
  * child's copy-on-write would copy all of it. A child that touches memory it did not inherit is killed. */
 viking_status viking_os_inherit(void *address, size_t bytes, bool inherit);

@@ -49,11 +49,7 @@ viking_status viking_os_map(size_t bytes, void **out)
                                   "mapping %zu bytes of host memory failed: %s; close other programs or raise the "
                                   "memory limit of this process or container",
                                   bytes, strerror(errno));
-#ifdef MADV_HUGEPAGE
-    /* A refusal (a kernel without huge pages) costs speed, not correctness. */
-    if (bytes >= HUGE_PAGE_WORTH_BYTES)
-        (void)madvise(address, bytes, MADV_HUGEPAGE);
-#endif
+    viking_os_prefer_huge_pages(address, bytes);
     *out = address;
     return VIKING_OK;
 }
@@ -62,6 +58,22 @@ void viking_os_unmap(void *address, size_t bytes)
 {
     if (address)
         (void)munmap(address, bytes);
+}
+
+void viking_os_prefer_huge_pages(void *address, size_t bytes)
+{
+#ifdef MADV_HUGEPAGE
+    if (bytes < HUGE_PAGE_WORTH_BYTES)
+        return;
+    uintptr_t page = viking_os_page_bytes();
+    uintptr_t begin = ((uintptr_t)address + page - 1) / page * page;
+    uintptr_t end = ((uintptr_t)address + bytes) / page * page;
+    /* A refusal (a kernel without huge pages) costs speed, not correctness. */
+    (void)madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+#else
+    (void)address;
+    (void)bytes;
+#endif
 }
 
 viking_status viking_os_inherit(void *address, size_t bytes, bool inherit)

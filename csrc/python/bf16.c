@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../base/os.h"
 #include "../base/parallel.h"
 #include "../core/convert.h"
 #include "dlpack.h"
@@ -372,6 +373,8 @@ static int add_piece(conversion *self, const change *entry, int64_t offset, int6
         if (viking_tensor_view_of(storage, VIKING_TENSOR_AUTO, &view) < 0)
             return -1;
         size_t element_bytes = entry->kind == VIKING_CONVERT_FP32 ? 4 : 2;
+        /* Mapping fresh small pages takes several times as long as converting what goes into them. */
+        viking_os_prefer_huge_pages((uint16_t *)view.data + at, (size_t)count * sizeof(uint16_t));
         self->pieces[self->piece_count++] =
             (piece){.destination = (uint16_t *)view.data + at,
                     .source = entry->data - (size_t)(entry->offset - offset) * element_bytes,

@@ -117,6 +117,49 @@ static void an_impossible_mapping_says_how_much_was_asked(void)
     CHECK(viking_os_map(0, &address) == VIKING_ERROR_INVALID);
 }
 
+/* Whether the kernel has noted the wish for huge pages at `address`; -1 where it cannot say. */
+static int wants_huge_pages(const void *address)
+{
+    FILE *file = fopen("/proc/self/smaps", "r");
+    if (!file || access("/sys/kernel/mm/transparent_hugepage", F_OK) != 0) {
+        if (file)
+            fclose(file);
+        return -1;
+    }
+    char line[512];
+    bool inside = false;
+    int result = -1;
+    while (result < 0 && fgets(line, sizeof line, file)) {
+        unsigned long begin, end;
+        if (sscanf(line, "%lx-%lx ", &begin, &end) == 2)
+            inside = begin <= (uintptr_t)address && (uintptr_t)address < end;
+        else if (inside && strncmp(line, "VmFlags:", 8) == 0)
+            result = strstr(line, " hg") != NULL;
+    }
+    fclose(file);
+    return result;
+}
+
+static void huge_pages_are_asked_for_where_they_are_worth_it(void)
+{
+    void *large = NULL, *small = NULL;
+    CHECK_OK(viking_os_map((size_t)16 << 20, &large));
+    CHECK(wants_huge_pages(large) != 0);
+    CHECK(wants_huge_pages((char *)large + ((size_t)16 << 20) - 1) != 0);
+    CHECK_OK(viking_os_map((size_t)1 << 20, &small));
+    CHECK(wants_huge_pages(small) != 1);
+    viking_os_unmap(small, (size_t)1 << 20);
+    viking_os_unmap(large, (size_t)16 << 20);
+
+    /* Memory from elsewhere, not aligned to anything. */
+    const size_t bytes = (size_t)64 << 20;
+    char *foreign = malloc(bytes);
+    CHECK(foreign);
+    viking_os_prefer_huge_pages(foreign + 5, bytes - 5);
+    CHECK(wants_huge_pages(foreign + bytes / 2) != 0);
+    free(foreign);
+}
+
 /* How a forked child that reads `address` ends: its exit code, or minus the signal that killed it. */
 static int read_in_child(volatile unsigned char *address)
 {
@@ -345,6 +388,7 @@ int main(void)
     RUN(every_code_has_a_name_of_its_own);
     RUN(a_mapping_is_zeroed_and_page_aligned);
     RUN(a_mapping_is_untouched_memory);
+    RUN(huge_pages_are_asked_for_where_they_are_worth_it);
     RUN(an_impossible_mapping_says_how_much_was_asked);
     RUN(a_child_does_not_have_what_it_must_not_inherit);
     RUN(inheritance_of_an_unaligned_address_is_refused);
