@@ -46,12 +46,14 @@ typedef struct viking_backend_operations {
     void (*release)(viking_backend *self, void *address);
 
     /* Make a page-aligned host range readable by the device at full speed. UNSUPPORTED, NO_HOST_MEMORY: this range
-     * stays as it was and copies from it still work, only slower. May take long (0.1 s/GB). */
+     * stays as it was and copies from it still work, only slower. STATE: a part of it is pinned already, by us or by
+     * other code; if it was unmapped and mapped again since, copies read its old pages, so it must not be used.
+     * May take long (0.1 s/GB). */
     viking_status (*pin)(viking_backend *self, void *address, size_t bytes);
     viking_status (*unpin)(viking_backend *self, void *address);
 
     viking_status (*stream_open)(viking_backend *self, viking_stream *out);
-    void (*stream_close)(viking_backend *self, viking_stream stream);   /* waits for its work */
+    void (*stream_close)(viking_backend *self, viking_stream stream); /* waits for its work */
     viking_status (*stream_drain)(viking_backend *self, viking_stream stream); /* waits for its work */
 
     viking_status (*event_open)(viking_backend *self, bool timed, viking_event **out);
@@ -67,8 +69,8 @@ typedef struct viking_backend_operations {
 
     /* Queue a copy. Both ranges stay valid until it is done. From host memory that is not pinned the call itself
      * may wait. */
-    viking_status (*copy)(viking_backend *self, viking_copy_direction direction, void *destination,
-                          const void *source, size_t bytes, viking_stream stream);
+    viking_status (*copy)(viking_backend *self, viking_copy_direction direction, void *destination, const void *source,
+                          size_t bytes, viking_stream stream);
 } viking_backend_operations;
 
 /* First member of every implementation's own struct. */
