@@ -3,9 +3,9 @@
  * A larger share needs fewer pinned bytes and serves other paths (sampling) better, but a ring that is too small
  * cannot run ahead of compute. And within one share, a slightly different ring loses more or less at its end, where
  * a weight that does not fit is moved to the front, and at the turn-arounds, where one that is half overwritten is
- * lost. Neither has a formula worth its exceptions, but both can be computed: placing and planning take a fraction of a
- * millisecond. So the search tries a grid of shares, a few nearby sizes of each, keeps of those the one that fetches
- * least, simulates it, and refines once around the best.
+ * lost. Neither has a formula worth its exceptions, but both can be computed: placing and planning take a tenth of a
+ * millisecond. So the search tries a grid of shares, and of each few neighbours in it simulates the two that fetch
+ * least; then it does so once more, finer, around the best.
  */
 #include "map.h"
 
@@ -17,9 +17,10 @@
 #include "simulate.h"
 
 #define MAX_SCALES 8u
-#define COARSE 24u /* shares of the first round */
-#define REFINED 6u /* of the second */
-#define NEARBY 6u /* sizes tried around each share */
+#define COARSE 24u /* groups of shares in the first round */
+#define REFINED 4u /* in the second */
+#define GROUP 8u /* shares in a group */
+#define KEPT 2u /* of them simulated */
 #define TOLERANCE 1.01
 
 typedef struct candidate {
@@ -35,7 +36,7 @@ typedef struct search {
     viking_placement placement;
     double scales[MAX_SCALES];
     uint32_t scale_count;
-    candidate candidates[COARSE + REFINED + 1];
+    candidate candidates[(COARSE + REFINED) * KEPT];
     uint32_t count;
 } search;
 
@@ -140,45 +141,38 @@ uint64_t viking_map_largest_budget(const uint64_t *bytes, uint32_t count)
     return total;
 }
 
-static void note(candidate *self, const viking_map *map, const viking_plan *plan)
+static void forget(candidate *one)
 {
-    memcpy(self->resident, map->resident, map->count * sizeof *self->resident);
-    self->resident_bytes = map->resident_bytes;
-    self->fetched_bytes = plan->fetched_bytes;
+    free(one->resident);
+    one->resident = NULL;
 }
 
-/* Of the shares from `share` on, each `step` larger, the one that fetches least becomes `best`. */
-static viking_status try_nearby(search *self, uint64_t share, uint64_t step, bool *resident, candidate *best,
-                                bool *out_found)
+/* The candidate of one share; without residents where it does not fit. */
+static viking_status try_share(const search *self, uint64_t share, candidate *out)
 {
-    *out_found = false;
-    for (uint32_t k = 0; k < NEARBY; k++, share += step) {
-        viking_map *map = NULL;
-        viking_plan *plan = NULL;
-        viking_status status;
+    viking_map *map = NULL;
+    viking_plan *plan = NULL;
+    viking_status status;
 
-        viking_placement_spread(&self->placement, share, resident);
-        status = viking_placement_map(&self->placement, resident, self->request->budget_bytes, &map);
-        if (status != VIKING_OK) {
-            return status;
-        }
-        if (map == NULL) {
-            continue;
-        }
-        status = viking_plan_build(map, self->trace, &plan);
-        if (status != VIKING_OK) {
-            viking_map_free(map);
-            return status;
-        }
-        if (!*out_found || plan->fetched_bytes < best->fetched_bytes ||
-            (plan->fetched_bytes == best->fetched_bytes && map->resident_bytes > best->resident_bytes)) {
-            note(best, map, plan);
-            *out_found = true;
-        }
-        viking_plan_free(plan);
-        viking_map_free(map);
+    memset(out, 0, sizeof *out);
+    out->resident = malloc(((size_t)self->placement.count + 1) * sizeof *out->resident);
+    if (out->resident == NULL) {
+        return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to place %u weights", self->placement.count);
     }
-    return VIKING_OK;
+    viking_placement_spread(&self->placement, share, out->resident);
+    status = viking_placement_map(&self->placement, out->resident, self->request->budget_bytes, &map);
+    if (status == VIKING_OK && map != NULL) {
+        status = viking_plan_build(map, self->trace, &plan);
+    }
+    if (plan != NULL) {
+        out->resident_bytes = map->resident_bytes;
+        out->fetched_bytes = plan->fetched_bytes;
+    } else {
+        forget(out);
+    }
+    viking_plan_free(plan);
+    viking_map_free(map);
+    return status;
 }
 
 static viking_status predict(search *self, candidate *of)
@@ -202,33 +196,59 @@ static viking_status predict(search *self, candidate *of)
     return status;
 }
 
-static viking_status try_shares(search *self, uint64_t from, uint64_t to, uint32_t number, bool *resident)
+static bool fetches_less(const candidate *a, const candidate *b)
 {
-    uint64_t step = (to - from) / number / NEARBY;
-    for (uint32_t k = 0; k < number; k++) {
-        candidate *next = &self->candidates[self->count];
-        bool found = false;
-        uint64_t share = from + (to - from) / number * k;
-        viking_status status;
+    return a->fetched_bytes != b->fetched_bytes ? a->fetched_bytes < b->fetched_bytes
+                                                : a->resident_bytes > b->resident_bytes;
+}
 
-        next->resident = malloc(((size_t)self->placement.count + 1) * sizeof *next->resident);
-        if (next->resident == NULL) {
-            return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to place %u weights",
-                                      self->placement.count);
+/* Keep `one` if it is new and among the best KEPT of the group, which is ordered; forget it otherwise. */
+static void keep(candidate *group, uint32_t *count, candidate one)
+{
+    for (uint32_t i = 0; i < *count; i++) {
+        if (group[i].fetched_bytes == one.fetched_bytes && group[i].resident_bytes == one.resident_bytes) {
+            forget(&one); /* a share so near that it gave the same residents */
+            return;
         }
-        status = try_nearby(self, share, step, resident, next, &found);
-        if (status == VIKING_OK && found) {
-            status = predict(self, next);
-        }
-        if (status != VIKING_OK || !found) {
-            free(next->resident);
-            next->resident = NULL;
-            if (status != VIKING_OK) {
-                return status;
+    }
+    if (*count == KEPT) {
+        candidate *last = &group[KEPT - 1];
+        candidate worse = fetches_less(&one, last) ? *last : one;
+        *last = fetches_less(&one, last) ? one : *last;
+        forget(&worse);
+    } else {
+        group[(*count)++] = one;
+    }
+    for (uint32_t i = *count - 1; i > 0 && fetches_less(&group[i], &group[i - 1]); i--) {
+        candidate swapped = group[i];
+        group[i] = group[i - 1];
+        group[i - 1] = swapped;
+    }
+}
+
+/* Of the shares in [from, to), in `groups` groups, predict those KEPT of each group that fetch least. */
+static viking_status try_shares(search *self, uint64_t from, uint64_t to, uint32_t groups)
+{
+    uint64_t step = (to - from) / groups / GROUP;
+    for (uint32_t g = 0; g < groups; g++) {
+        candidate *group = &self->candidates[self->count];
+        uint32_t count = 0;
+        viking_status status = VIKING_OK;
+
+        for (uint32_t k = 0; k < GROUP && status == VIKING_OK; k++) {
+            candidate one;
+            status = try_share(self, from + (g * GROUP + k) * step, &one);
+            if (one.resident != NULL) {
+                keep(group, &count, one);
             }
-            continue;
         }
-        self->count++;
+        self->count += count;
+        for (uint32_t k = 0; k < count && status == VIKING_OK; k++) {
+            status = predict(self, &group[k]);
+        }
+        if (status != VIKING_OK) {
+            return status;
+        }
     }
     return VIKING_OK;
 }
@@ -262,18 +282,16 @@ static candidate *choose(search *self)
     return chosen;
 }
 
-static viking_status run_search(search *self, bool *resident, candidate **out)
+static viking_status run_search(search *self, candidate **out)
 {
     uint64_t budget = self->request->budget_bytes, step = budget / COARSE;
-    viking_status status = try_shares(self, 0, budget, COARSE, resident);
-    if (status != VIKING_OK) {
-        return status;
-    }
+    viking_status status = try_shares(self, 0, budget, COARSE);
+
     *out = choose(self);
-    if (*out != NULL) {
+    if (status == VIKING_OK && *out != NULL) {
         uint64_t centre = (*out)->resident_bytes;
-        uint64_t from = centre > step ? centre - step : 0, to = centre + step > budget ? budget : centre + step;
-        status = try_shares(self, from, to, REFINED, resident);
+        status = try_shares(self, centre > step ? centre - step : 0, budget - centre > step ? centre + step : budget,
+                            REFINED);
         *out = choose(self);
     }
     return status;
@@ -282,25 +300,27 @@ static viking_status run_search(search *self, bool *resident, candidate **out)
 /* *out is NULL where no candidate fits. */
 static viking_status build(search *self, viking_map **out)
 {
-    viking_status status = VIKING_OK;
     uint64_t budget = self->request->budget_bytes;
     candidate *chosen = NULL;
-    bool *resident = malloc(((size_t)self->placement.count + 1) * sizeof *resident);
+    viking_status status;
 
-    if (resident == NULL) {
-        return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to place %u weights", self->placement.count);
-    }
     if (budget >= self->placement.total_bytes) {
-        memset(resident, true, self->placement.count * sizeof *resident);
-        status = viking_placement_map(&self->placement, resident, budget, out);
+        candidate *all = &self->candidates[self->count];
+        all->resident = malloc(((size_t)self->placement.count + 1) * sizeof *all->resident);
+        if (all->resident == NULL) {
+            return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to place %u weights",
+                                      self->placement.count);
+        }
+        self->count++;
+        memset(all->resident, true, self->placement.count * sizeof *all->resident);
+        chosen = all;
     } else {
-        status = run_search(self, resident, &chosen);
-        if (status == VIKING_OK && chosen != NULL) {
-            status = viking_placement_map(&self->placement, chosen->resident, budget, out);
+        status = run_search(self, &chosen);
+        if (status != VIKING_OK) {
+            return status;
         }
     }
-    free(resident);
-    return status;
+    return chosen == NULL ? VIKING_OK : viking_placement_map(&self->placement, chosen->resident, budget, out);
 }
 
 static viking_status check_request(const viking_map_request *request)

@@ -87,7 +87,7 @@ static viking_status find_order(viking_placement *self, const viking_trace *trac
     return VIKING_OK;
 }
 
-/* A growing list of weight pairs, packed (first << 32 | second) so that sorting groups them by the first. */
+/* A growing list of weight pairs, packed (first << 32 | second), each in both orders. */
 typedef struct pair_list {
     uint64_t *pairs;
     size_t count, capacity;
@@ -109,35 +109,51 @@ static bool pair_push(pair_list *list, uint32_t a, uint32_t b)
     return true;
 }
 
-static int smaller_pair_first(const void *left, const void *right)
+/* Turn the list into begin[count + 1] and members, each group sorted and without repeats. Two counting passes: the
+ * first groups, the second walks the groups in order and so fills each of its own in order. */
+static bool pair_group(const pair_list *list, uint32_t count, uint32_t *begin, uint32_t **out_members)
 {
-    uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
-    return a < b ? -1 : a > b;
-}
-
-/* Turn the list into begin[count + 1] and members, each group sorted and without repeats. */
-static bool pair_group(pair_list *list, uint32_t count, uint32_t *begin, uint32_t **out_members)
-{
+    uint32_t *grouped = malloc((list->count + 1) * sizeof *grouped);
     uint32_t *members = malloc((list->count + 1) * sizeof *members);
-    uint32_t filled = 0, group = 0;
-    if (members == NULL) {
+    uint32_t *fill = calloc((size_t)count + 1, sizeof *fill);
+    uint32_t kept = 0;
+    bool good = grouped != NULL && members != NULL && fill != NULL;
+
+    if (good) {
+        memset(begin, 0, ((size_t)count + 1) * sizeof *begin);
+        for (size_t i = 0; i < list->count; i++) {
+            begin[(list->pairs[i] >> 32) + 1]++;
+        }
+        for (uint32_t w = 0; w < count; w++) {
+            begin[w + 1] += begin[w];
+            fill[w] = begin[w];
+        }
+        for (size_t i = 0; i < list->count; i++) {
+            grouped[fill[list->pairs[i] >> 32]++] = (uint32_t)list->pairs[i];
+        }
+        memcpy(fill, begin, ((size_t)count + 1) * sizeof *fill);
+        /* The relation is symmetric, so that walking group w tells every member that w is one of its own. */
+        for (uint32_t w = 0; w < count; w++) {
+            for (uint32_t k = begin[w]; k < begin[w + 1]; k++) {
+                members[fill[grouped[k]]++] = w;
+            }
+        }
+        for (uint32_t w = 0; w < count; w++) {
+            uint32_t from = begin[w], to = begin[w + 1];
+            begin[w] = kept;
+            for (uint32_t k = from; k < to; k++) {
+                if (k == from || members[k] != members[k - 1]) {
+                    members[kept++] = members[k];
+                }
+            }
+        }
+        begin[count] = kept;
+    }
+    free(fill);
+    free(grouped);
+    if (!good) {
+        free(members);
         return false;
-    }
-    if (list->count > 0) {
-        qsort(list->pairs, list->count, sizeof *list->pairs, smaller_pair_first);
-    }
-    begin[0] = 0;
-    for (size_t i = 0; i < list->count; i++) {
-        if (i > 0 && list->pairs[i] == list->pairs[i - 1]) {
-            continue;
-        }
-        for (uint32_t first = (uint32_t)(list->pairs[i] >> 32); group < first;) {
-            begin[++group] = filled;
-        }
-        members[filled++] = (uint32_t)list->pairs[i];
-    }
-    while (group < count) {
-        begin[++group] = filled;
     }
     *out_members = members;
     return true;

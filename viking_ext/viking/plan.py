@@ -262,13 +262,13 @@ def _trace(options: argparse.Namespace, assumptions: list[str]) -> Trace:
             raise ValueError(f"--{given[0]} is for shapes; the trace in {options.what} has its own")
         return load(options.what)
     try:
-        depth = Fraction(options.depth or "1")
+        depth = Fraction("1" if options.depth is None else options.depth)
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"--depth: {options.depth!r} cannot be read; accepted is a fraction such as 1/4") from None
     tflops = 600.0 if options.tflops is None else options.tflops
     if not 0 < tflops < 1e6:
         raise ValueError(f"--tflops: {tflops:g} is not above 0 and below a million")
-    hbm = parse_rate(options.hbm or "3.87TB/s", "--hbm")
+    hbm = parse_rate("3.87TB/s" if options.hbm is None else options.hbm, "--hbm")
     assumptions.append(
         f"{tflops:g} TFLOP/s sustained"
         + (f", dequantising at {format_bytes(hbm)}/s" if options.weights not in (None, "bfloat16") else "")
@@ -292,9 +292,10 @@ def _budget(options: argparse.Namespace, trace: Trace, assumptions: list[str]) -
             "measured for flux2 at rank 16)"
         )
         return vram - OTHER_BYTES
-    budget = parse_bytes(options.weights_budget or 0, "--weights-budget")
     if options.weights_budget is None:
+        assumptions.append("half of the weights fit; --weights-budget or --vram says what does")
         return trace.total_bytes // 2
+    budget = parse_bytes(options.weights_budget, "--weights-budget")
     return budget or report(trace, trace.total_bytes).smallest_budget_bytes
 
 
