@@ -207,7 +207,7 @@ def test_parameters_of_more_dimensions_than_a_view_has() -> None:
 
 
 def test_a_negated_view_is_converted_to_its_values() -> None:
-    source = torch.randn(5, dtype=torch.complex64).conj().imag
+    source = torch._neg_view(torch.randn(5))
     assert source.is_neg()
     holder = Holder(p=nn.Parameter(source))
     expected = source.to(BF16).resolve_neg()
@@ -296,6 +296,17 @@ def test_far_slices_share_a_storage_that_leaves_the_space_between_out() -> None:
     assert holder.c.data_ptr() - holder.b.data_ptr() == 2 * 5
 
 
+def test_one_storage_read_as_two_types_gives_each_its_values() -> None:
+    words = torch.randn(20)
+    halves = torch.randn(40).half()
+    words.view(torch.float16)[20:] = halves[20:]
+    holder = Holder(a=nn.Parameter(words[:10]), b=nn.Parameter(words.view(torch.float16)[20:]))
+    expected = [p.detach().to(BF16) for p in (holder.a, holder.b)]
+    assert force_to_bf16(holder) == (2, 0)
+    assert_same_bits(holder.a, expected[0])
+    assert_same_bits(holder.b, expected[1])
+
+
 def test_two_parameters_over_the_same_memory_stay_one_memory() -> None:
     base = nn.Parameter(torch.randn(6, 6))
     holder = Holder(a=base, b=nn.Parameter(base.data), c=nn.Parameter(base.data.t()))
@@ -351,7 +362,8 @@ def test_a_failure_while_exchanging_puts_everything_back() -> None:
         def data(self, value: torch.Tensor) -> None:
             raise RuntimeError("stubborn")
 
-    holder = Holder(a=torch.ones(2), b=torch.ones(2), c=torch.ones(2))
+    base = torch.ones(6)  # slices of one storage are exchanged in their order: a is done when b refuses
+    holder = Holder(a=nn.Parameter(base[:2]), b=nn.Parameter(base[2:4]), c=nn.Parameter(base[4:]))
     holder.b.__class__ = Stubborn
     pointers = [p.data_ptr() for p in holder.parameters()]
     with pytest.raises(RuntimeError, match="stubborn"):

@@ -388,12 +388,13 @@ def test_the_producers_own_error_is_the_cause() -> None:
     assert caught.value.__cause__ is not None
 
 
-def test_an_interruption_is_passed_on_as_it_is() -> None:
+@pytest.mark.parametrize("reason", [KeyboardInterrupt, MemoryError])
+def test_what_is_not_the_tensors_fault_is_passed_on_as_it_is(reason: type[BaseException]) -> None:
     class Interrupted(OnlyMethods):
         def data_ptr(self) -> int:
-            raise KeyboardInterrupt
+            raise reason
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(reason):
         tensor_view(Interrupted(torch.ones(1)))
 
 

@@ -521,8 +521,10 @@ static int convert(conversion *self)
     if (prepare(self) < 0)
         return -1;
     pieces_job job = {self->pieces, self->piece_count};
-    Py_BEGIN_ALLOW_THREADS viking_parallel_for(self->piece_elements, GRAIN_ELEMENTS, 0, convert_pieces, &job);
-    Py_END_ALLOW_THREADS return exchange(self);
+    Py_BEGIN_ALLOW_THREADS
+    viking_parallel_for(self->piece_elements, GRAIN_ELEMENTS, 0, convert_pieces, &job);
+    Py_END_ALLOW_THREADS
+    return exchange(self);
 }
 
 /* Outside inference mode, or the parameters would become inference tensors and never train again. */
