@@ -15,7 +15,8 @@ import viking
 
 from . import Options, digits, figure
 from .model import DiT, add_lora
-from .train import Course, Progress, pretrain, sample
+from .record import Step, record
+from .train import BATCH, Course, Progress, pretrain, sample
 
 LEARNED_BY = 5
 """Steps after which nothing should need a fetch on demand any more."""
@@ -31,6 +32,7 @@ class Run:
     seconds: float
     stats: viking.Stats | None = None
     late_demand_fetches: int = 0
+    step: Step | None = None
 
 
 def tell(options: Options) -> int:
@@ -96,6 +98,8 @@ def train_lora(
     if streamed:
         run.stats = viking.stats(model)
         run.late_demand_fetches = demanded[-1] - demanded[0]
+        batch, moment = slice(0, BATCH), torch.full((BATCH,), 0.5, device=device)
+        run.step = record(model, lambda: model(images[batch], moment, labels[batch]).sum().backward(), device.type)
     run.samples = sample(model, asked, options.seed)
     viking.detach(model)
     return run
