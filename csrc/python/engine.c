@@ -5,6 +5,7 @@
 #include "engine.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "../backend/cuda.h"
 #include "../backend/host.h"
@@ -36,7 +37,7 @@ int viking_py_engine_stream(PyObject *object, viking_stream *out)
     engine_object *self = (engine_object *)object;
     uintptr_t stream = 0;
     if (self->tensor_type != NULL &&
-        viking_tensor_current_stream(self->tensor_type, kDLCUDA, self->index, &stream) < 0)
+        viking_tensor_current_stream(self->tensor_type, VIKING_DLPACK_CUDA, self->index, &stream) < 0)
         return -1;
     *out = (viking_stream)stream; /* NOLINT(performance-no-int-to-ptr): a handle that torch hands out as a number */
     return 0;

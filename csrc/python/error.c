@@ -1,5 +1,7 @@
 #include "error.h"
 
+#include <string.h>
+
 static PyObject *type_of(viking_status status)
 {
     switch (status) {

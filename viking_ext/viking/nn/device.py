@@ -168,6 +168,8 @@ class DeviceEngine:
         slab_bytes = self.engine.layout(self.budget_bytes())
         if self.slab is None or self.slab.numel() != slab_bytes:
             self._drop_slab()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # the old slab would stay cached beside the new one
             self.slab = self._allocate(slab_bytes)
         self.engine.use_layout(self.slab.data_ptr())
         for manager in self._managers():
