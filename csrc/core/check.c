@@ -238,7 +238,7 @@ static uint32_t find_edge(const uint64_t *edges, uint32_t count, uint64_t edge)
     return low;
 }
 
-static viking_status cut_cells(game *self)
+static bool cut_cells(game *self)
 {
     const viking_map *map = self->map;
     uint32_t total = 2 * map->count, count = 0;
@@ -247,11 +247,11 @@ static viking_status cut_cells(game *self)
     self->cells = malloc(((size_t)total + 1) * sizeof *self->cells);
     if (edges == NULL || self->cells == NULL) {
         free(edges);
-        return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to check a plan");
+        return false;
     }
     for (uint32_t w = 0; w < map->count; w++) {
-        edges[2 * w] = map->offsets[w];
-        edges[2 * w + 1] = map->offsets[w] + map->bytes[w];
+        edges[2 * (size_t)w] = map->offsets[w];
+        edges[2 * (size_t)w + 1] = map->offsets[w] + map->bytes[w];
     }
     qsort(edges, total, sizeof *edges, compare_numbers);
     for (uint32_t k = 0; k < total; k++) {
@@ -270,15 +270,15 @@ static viking_status cut_cells(game *self)
         }
     }
     free(edges);
-    return VIKING_OK;
+    return true;
 }
 
-static viking_status sort_releases(game *self)
+static bool sort_releases(game *self)
 {
     uint32_t count = self->trace->count;
     uint64_t *keys = malloc(((size_t)count + 1) * sizeof *keys);
     if (keys == NULL) {
-        return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to check a plan");
+        return false;
     }
     for (uint32_t i = 0; i < count; i++) {
         keys[i] = (uint64_t)self->trace->uses[i].end << 32 | i;
@@ -288,25 +288,21 @@ static viking_status sort_releases(game *self)
         self->releases[i] = (uint32_t)keys[i];
     }
     free(keys);
-    return VIKING_OK;
+    return true;
 }
 
-static viking_status set_up(game *self)
+/* False without memory. */
+static bool set_up(game *self)
 {
     size_t weights = (size_t)self->map->count + 1, uses = (size_t)self->trace->count + 1;
-    viking_status status;
 
     self->first_cell = malloc(weights * sizeof *self->first_cell);
     self->past_cell = malloc(weights * sizeof *self->past_cell);
     self->releases = malloc(uses * sizeof *self->releases);
     self->held = malloc(uses * sizeof *self->held);
     self->released = calloc(PERIODS * uses, sizeof *self->released);
-    if (self->first_cell == NULL || self->past_cell == NULL || self->releases == NULL || self->held == NULL ||
-        self->released == NULL) {
-        return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to check a plan");
-    }
-    status = cut_cells(self);
-    return status == VIKING_OK ? sort_releases(self) : status;
+    return self->first_cell != NULL && self->past_cell != NULL && self->releases != NULL && self->held != NULL &&
+           self->released != NULL && cut_cells(self) && sort_releases(self);
 }
 
 viking_status viking_check(const viking_map *map, const viking_plan *plan, const viking_trace *trace)
@@ -320,10 +316,7 @@ viking_status viking_check(const viking_map *map, const viking_plan *plan, const
     if (status != VIKING_OK || map->count == 0) {
         return status;
     }
-    status = set_up(&self);
-    if (status == VIKING_OK) {
-        status = play(&self);
-    }
+    status = set_up(&self) ? play(&self) : viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to check a plan");
     free(self.cells);
     free(self.first_cell);
     free(self.past_cell);

@@ -9,6 +9,7 @@
  */
 #include "map.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,9 +18,14 @@
 #include "simulate.h"
 
 #define MAX_SCALES 8u
+/* The grid. A longer trace gets a coarser one, so that a plan takes about as long: its weights are smaller parts of the
+ * budget, and a share's neighbours differ less. */
 #define COARSE 24u /* groups of shares in the first round */
-#define REFINED 4u /* in the second */
+#define FEWEST 8u
+#define COARSE_USES 2400u /* up to so many uses */
+#define REFINED 4u /* groups in the second round */
 #define GROUP 8u /* shares in a group */
+#define GROUP_USES 600u
 #define KEPT 2u /* of them simulated */
 #define TOLERANCE 1.01
 
@@ -36,6 +42,7 @@ typedef struct search {
     viking_placement placement;
     double scales[MAX_SCALES];
     uint32_t scale_count;
+    uint32_t groups, group_size;
     candidate candidates[(COARSE + REFINED) * KEPT];
     uint32_t count;
 } search;
@@ -109,6 +116,7 @@ static viking_status smallest_map(const viking_placement *placement, viking_map 
         viking_map_free(best);
         return status;
     }
+    assert(best != NULL); /* a ring without a budget fits */
     *out = best;
     return VIKING_OK;
 }
@@ -229,15 +237,15 @@ static void keep(candidate *group, uint32_t *count, candidate one)
 /* Of the shares in [from, to), in `groups` groups, predict those KEPT of each group that fetch least. */
 static viking_status try_shares(search *self, uint64_t from, uint64_t to, uint32_t groups)
 {
-    uint64_t step = (to - from) / groups / GROUP;
+    uint64_t step = (to - from) / groups / self->group_size;
     for (uint32_t g = 0; g < groups; g++) {
         candidate *group = &self->candidates[self->count];
         uint32_t count = 0;
         viking_status status = VIKING_OK;
 
-        for (uint32_t k = 0; k < GROUP && status == VIKING_OK; k++) {
+        for (uint32_t k = 0; k < self->group_size && status == VIKING_OK; k++) {
             candidate one;
-            status = try_share(self, from + (g * GROUP + k) * step, &one);
+            status = try_share(self, from + ((uint64_t)g * self->group_size + k) * step, &one);
             if (one.resident != NULL) {
                 keep(group, &count, one);
             }
@@ -282,10 +290,21 @@ static candidate *choose(search *self)
     return chosen;
 }
 
+static uint32_t grid_size(uint32_t most, uint32_t fewest, uint32_t up_to_uses, uint32_t uses)
+{
+    uint32_t size = uses <= up_to_uses ? most : (uint32_t)((uint64_t)most * up_to_uses / uses);
+    return size < fewest ? fewest : size;
+}
+
 static viking_status run_search(search *self, candidate **out)
 {
-    uint64_t budget = self->request->budget_bytes, step = budget / COARSE;
-    viking_status status = try_shares(self, 0, budget, COARSE);
+    uint64_t budget = self->request->budget_bytes, step;
+    viking_status status;
+
+    self->groups = grid_size(COARSE, FEWEST, COARSE_USES, self->trace->count);
+    self->group_size = grid_size(GROUP, 1, GROUP_USES, self->trace->count);
+    step = budget / self->groups;
+    status = try_shares(self, 0, budget, self->groups);
 
     *out = choose(self);
     if (status == VIKING_OK && *out != NULL) {

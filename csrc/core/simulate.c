@@ -128,8 +128,8 @@ static viking_status player_open(player *self, double compute_scale, viking_simu
     size_t uses = (size_t)self->trace->count + 1, fetches = (size_t)self->plan->count + 1;
 
     self->last_before_end = malloc(uses * sizeof *self->last_before_end);
-    self->durations = malloc(uses * sizeof *self->durations);
-    self->travels = malloc(fetches * sizeof *self->travels);
+    self->durations = calloc(uses, sizeof *self->durations);
+    self->travels = calloc(fetches, sizeof *self->travels);
     self->done = calloc(2 * uses, sizeof *self->done);
     self->copies = malloc(fetches * sizeof *self->copies);
     out->computes = malloc(uses * sizeof *out->computes);

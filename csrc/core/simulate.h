@@ -5,23 +5,24 @@
 #include "plan.h"
 
 typedef struct viking_span_of_time {
-    uint64_t begin_ns; /* from the start of the period; a copy that started before it has begin_ns 0 */
+    uint64_t begin_ns; /* from the start of the period */
     uint64_t end_ns;
     uint32_t weight;
     uint32_t index; /* of the use, or of the fetch in the plan */
 } viking_span_of_time;
 
 typedef struct viking_simulation {
-    uint64_t period_ns;  /* steady state */
+    uint64_t period_ns; /* steady state */
     uint64_t compute_ns; /* sum of the uses' compute times */
-    uint64_t stall_ns;   /* compute waited for a copy */
-    uint64_t link_ns;    /* the link was busy */
+    uint64_t stall_ns; /* compute waited for a copy */
+    uint64_t link_ns; /* the link was busy */
     viking_span_of_time *computes; /* [trace->count] of the last period */
-    viking_span_of_time *copies;   /* [copy_count] in the order they start in the last period */
+    /* [copy_count] what travels within one period, by begin; a copy that goes on into the next period shows as two. */
+    viking_span_of_time *copies;
     uint32_t copy_count;
 } viking_simulation;
 
-/* compute_scale multiplies the uses' compute times. */
+/* compute_scale, 0 to 1e9, multiplies the uses' compute times. INVALID for a fetch that waits for what follows it. */
 viking_status viking_simulate(const viking_map *map, const viking_plan *plan, const viking_trace *trace,
                               const viking_link *link, double compute_scale, viking_simulation *out);
 void viking_simulation_free(viking_simulation *simulation);

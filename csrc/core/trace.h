@@ -15,16 +15,16 @@
 #include "../base/status.h"
 
 typedef enum viking_use_kind {
-    VIKING_USE_READ,    /* the weight is read */
-    VIKING_USE_WRITE,   /* the weight changes on the device and travels back */
-    VIKING_USE_PRODUCE  /* the bytes are made on the device and travel back (a gradient) */
+    VIKING_USE_READ, /* the weight is read */
+    VIKING_USE_WRITE, /* the weight changes on the device and travels back */
+    VIKING_USE_PRODUCE /* the bytes are made on the device and travel back (a gradient) */
 } viking_use_kind;
 
 typedef struct viking_use {
     uint32_t weight;
     uint32_t begin; /* tick of the acquire */
-    uint32_t end;   /* tick of the release; UINT32_MAX while the use is open */
-    uint32_t kind;  /* viking_use_kind */
+    uint32_t end; /* tick of the release; UINT32_MAX while the use is open */
+    uint32_t kind; /* viking_use_kind */
     uint64_t compute_ns; /* device time from this acquire to the next one, copies not counted; 0: unknown */
 } viking_use;
 
@@ -36,7 +36,7 @@ typedef struct viking_trace {
 } viking_trace;
 
 void viking_trace_init(viking_trace *trace);
-void viking_trace_free(viking_trace *trace);  /* back to the state after init */
+void viking_trace_free(viking_trace *trace); /* back to the state after init */
 void viking_trace_clear(viking_trace *trace); /* keeps the memory */
 viking_status viking_trace_copy(viking_trace *destination, const viking_trace *source);
 
