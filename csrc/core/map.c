@@ -116,7 +116,6 @@ static viking_status smallest_map(const viking_placement *placement, viking_map 
         viking_map_free(best);
         return status;
     }
-    assert(best != NULL); /* a ring without a budget fits */
     *out = best;
     return VIKING_OK;
 }
@@ -381,6 +380,7 @@ viking_status viking_map_build(const viking_map_request *request, viking_map **o
         goto done;
     }
     status = smallest_map(&self.placement, &smallest);
+    assert(status != VIKING_OK || smallest != NULL); /* a ring without a budget always fits */
     if (status == VIKING_OK && smallest->slab_bytes > request->budget_bytes) {
         status = viking_status_fail(
             VIKING_ERROR_BUDGET, "the weights do not fit in %llu bytes; the smallest budget that works is %llu bytes",

@@ -20,6 +20,7 @@ typedef struct judge {
     const viking_trace *trace;
     uint16_t slab[JUDGE_UNITS]; /* per 256 bytes: 1 + the weight whose bytes these are */
     int64_t starts[JUDGE_PERIODS * 256];
+    uint32_t beginning[512]; /* [ticks] the use that begins at a tick, UINT32_MAX: none */
     bool broken;
 } judge;
 
@@ -108,10 +109,8 @@ static void play_judge(judge *self, bool early)
         for (; early && next < total && self->starts[next] <= tick; next++) {
             fetch_runs(self, next, self->starts[next]);
         }
-        for (uint32_t i = 0; tick >= 0 && i < self->trace->count; i++) {
-            if (self->trace->uses[i].begin != tick % self->trace->ticks) {
-                continue;
-            }
+        if (tick >= 0 && self->beginning[tick % self->trace->ticks] != UINT32_MAX) {
+            uint32_t i = self->beginning[tick % self->trace->ticks];
             /* What this use needs must have been able to run by now. */
             for (; next < total && next / self->plan->count == period &&
                    self->plan->fetches[next % self->plan->count].need == i;
@@ -134,6 +133,10 @@ static bool breaks_a_rule(const viking_map *map, const viking_plan *plan, const 
     }
     self = (judge){.map = map, .plan = plan, .trace = trace};
     find_starts(&self);
+    memset(self.beginning, 0xff, sizeof self.beginning);
+    for (uint32_t i = 0; i < trace->count; i++) {
+        self.beginning[trace->uses[i].begin] = i;
+    }
     play_judge(&self, true);
     if (!self.broken) {
         play_judge(&self, false);
