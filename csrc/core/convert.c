@@ -12,6 +12,10 @@
 #include "../base/parallel.h"
 #include "convert_kernels.h"
 
+#if VIKING_CONVERT_X86
+#include <cpuid.h>
+#endif
+
 #define FP32_NAN_RESULT 0xffffu
 #define FP16_NAN_RESULT 0x7fc0u
 
@@ -68,6 +72,15 @@ void viking_convert_scalar_fp16(uint16_t *destination, const void *source, size_
 
 /* ---- choice ---- */
 
+#if VIKING_CONVERT_X86
+/* Older compilers' __builtin_cpu_supports does not know it. That the system saves its registers follows from AVX2. */
+static bool has_f16c(void)
+{
+    unsigned eax, ebx, ecx = 0, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 bool viking_convert_available(viking_convert_implementation implementation)
 {
     switch (implementation) {
@@ -76,7 +89,7 @@ bool viking_convert_available(viking_convert_implementation implementation)
         return true;
     case VIKING_CONVERT_AVX2:
 #if VIKING_CONVERT_X86
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+        return __builtin_cpu_supports("avx2") && has_f16c();
 #else
         return false;
 #endif

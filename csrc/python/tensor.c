@@ -488,6 +488,7 @@ int viking_tensor_view_of(PyObject *tensor, viking_tensor_access access, viking_
     const viking_dlpack_exchange *table;
     PyObject *method;
     int found;
+    *out = (viking_tensor_view){0};
     switch (access) {
     case VIKING_TENSOR_EXCHANGE:
         return view_by_exchange(tensor, out);
@@ -551,10 +552,14 @@ int viking_tensor_current_stream(PyObject *tensor_type, int32_t device_type, int
 static PyObject *tuple_of(const int64_t *values, int32_t count)
 {
     PyObject *tuple = PyTuple_New(count);
-    for (int32_t i = 0; tuple && i < count; i++) {
+    if (!tuple)
+        return NULL;
+    for (int32_t i = 0; i < count; i++) {
         PyObject *item = PyLong_FromLongLong(values[i]);
-        if (!item || PyTuple_SetItem(tuple, i, item) < 0)
-            Py_CLEAR(tuple);
+        if (!item || PyTuple_SetItem(tuple, i, item) < 0) {
+            Py_DECREF(tuple);
+            return NULL;
+        }
     }
     return tuple;
 }
