@@ -271,6 +271,21 @@ def test_the_command_tells_a_person_what_a_step_costs(capsys):
     assert "block 0-6 " in out
 
 
+def test_where_everything_fits_the_command_says_so(capsys):
+    code, out, _ = run(capsys, "flux2", "--depth", "1/8", "--weights-budget", "100GB")
+    assert code == 0
+    assert "nothing has to travel" in out
+    assert "7.85 GB: everything is resident" in out
+    assert "1.000 x T1" in out
+
+
+def test_without_a_budget_half_of_the_weights_fit_and_it_says_so(capsys):
+    _, out, _ = run(capsys, "flux2", "--depth", "1/8", "--mode", "plain", "--json")
+    data = json.loads(out)
+    assert data["budget_bytes"] == data["total_bytes"] // 2
+    assert data["assumptions"][-1] == "half of the weights fit; --weights-budget or --vram says what does"
+
+
 def test_the_timeline_as_text_is_what_happens():
     """Two weights share an address, a third is resident: fetch a, use a, use c while b travels, use b, go back."""
     weights = [

@@ -205,7 +205,7 @@ def as_text(result: Report, assumptions: Sequence[str] = ()) -> str:
         f"{trace.name}: {len(trace.weights)} weights, {format_bytes(trace.total_bytes)}, {len(trace.uses)} uses a step",
         *(f"assumed      {sentence}" for sentence in assumptions),
         f"budget       {format_bytes(result.budget_bytes)} for weights; the smallest that works is "
-        f"{format_bytes(result.smallest_budget_bytes)}, {format_bytes(trace.total_bytes)} keep everything there",
+        f"{format_bytes(result.smallest_budget_bytes)}, with {format_bytes(trace.total_bytes)} nothing travels",
         "",
         f"fetched      {format_bytes(result.fetched_bytes)} a step in {result.fetches} copies, "
         + (
@@ -217,8 +217,13 @@ def as_text(result: Report, assumptions: Sequence[str] = ()) -> str:
         f"({result.floor_ns * ms:.1f} ms, which no plan can undercut)",
         f"             {result.compute_ns * ms:.1f} ms compute, {result.stall_ns * ms:.1f} ms waiting; "
         f"the link is busy {100 * result.link_ns / max(1, result.step_ns):.0f} % of the step",
-        f"slab         {format_bytes(result.slab_bytes)}: {format_bytes(result.resident_bytes)} for {residents} "
-        f"residents, a ring of {format_bytes(result.ring_bytes)} for the other {len(trace.weights) - residents}",
+        f"slab         {format_bytes(result.slab_bytes)}: "
+        + (
+            f"{format_bytes(result.resident_bytes)} for {residents} residents, a ring of "
+            f"{format_bytes(result.ring_bytes)} for the other {len(trace.weights) - residents}"
+            if residents < len(trace.weights)
+            else "everything is resident"
+        ),
         f"host memory  {format_bytes(result.pinned_bytes)} pinned for what travels, "
         f"{format_bytes(result.resident_bytes)} may stay pageable",
         f"planned in   {1000 * result.planning_seconds:.0f} ms, and found sound by the checker",
