@@ -63,13 +63,21 @@ def steady_state(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
         train_step(model, x)
         synchronize(x.device)
     names = [event.name for event in recorded.events()]
-    count = {key: sum(key in name for name in names) for key in ("Memcpy HtoD", "Memcpy DtoH", "cudaMalloc",
-                                                               "cudaHostRegister", "cudaStreamSynchronize")}
+    count = {
+        key: sum(key in name for name in names)
+        for key in ("Memcpy HtoD", "Memcpy DtoH", "cudaMalloc", "cudaHostRegister", "cudaStreamSynchronize")
+    }
     return {"device_allocations": allocations, "sync_free": True, **count}
 
 
-def run_viking(model: Transformer, x: torch.Tensor, budget: int, floor: Floor, reference: list[torch.Tensor] | None,
-               options: argparse.Namespace) -> dict[str, Any]:
+def run_viking(
+    model: Transformer,
+    x: torch.Tensor,
+    budget: int,
+    floor: Floor,
+    reference: list[torch.Tensor] | None,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
     begin = time.perf_counter()
     viking.attach(model, x.device, weights_budget=budget, progress=False)
     attach = time.perf_counter() - begin
@@ -91,13 +99,27 @@ def run_viking(model: Transformer, x: torch.Tensor, budget: int, floor: Floor, r
     steady = steady_state(model, x)
     stats = viking.stats(model)
     row = {
-        "engine": "viking", "budget": budget, "attach_s": attach, "learning_s": learning, "step_s": times.step,
-        "fastest_s": times.fastest, "slowest_s": times.slowest, "host_s": times.host, "T1_s": floor.step(budget),
-        "time_ratio": times.step / floor.step(budget), "fetched": stats.fetched_bytes,
-        "bytes_ratio": stats.fetched_bytes / max(1, floor.fetched_bytes(budget)), "stall_s": stats.stall_ns / 1e9,
-        "resident": stats.resident_bytes, "streamed": stats.streamed_bytes, "pinned": stats.pinned_bytes,
-        "written": stats.written_bytes, "late_demand_fetches": stats.demand_fetches - demand, "identical": identical,
-        "device_in_use": memory_in_use(x.device), **steady,
+        "engine": "viking",
+        "budget": budget,
+        "attach_s": attach,
+        "learning_s": learning,
+        "step_s": times.step,
+        "fastest_s": times.fastest,
+        "slowest_s": times.slowest,
+        "host_s": times.host,
+        "T1_s": floor.step(budget),
+        "time_ratio": times.step / floor.step(budget),
+        "fetched": stats.fetched_bytes,
+        "bytes_ratio": stats.fetched_bytes / max(1, floor.fetched_bytes(budget)),
+        "stall_s": stats.stall_ns / 1e9,
+        "resident": stats.resident_bytes,
+        "streamed": stats.streamed_bytes,
+        "pinned": stats.pinned_bytes,
+        "written": stats.written_bytes,
+        "late_demand_fetches": stats.demand_fetches - demand,
+        "identical": identical,
+        "device_in_use": memory_in_use(x.device),
+        **steady,
     }
     viking.detach(model)
     return row
@@ -117,11 +139,20 @@ def run_toolkit(path: str, model: Transformer, x: torch.Tensor, options: argpars
         lora.up.to(x.device)
     attach = time.perf_counter() - begin
     times = time_steps(model, x, max(2, options.steps // 2), 2)
-    return {"engine": "ai-toolkit", "attach_s": attach, "step_s": times.step, "fastest_s": times.fastest,
-            "slowest_s": times.slowest, "host_s": times.host, "device_in_use": memory_in_use(x.device)}
+    return {
+        "engine": "ai-toolkit",
+        "attach_s": attach,
+        "step_s": times.step,
+        "fastest_s": times.fastest,
+        "slowest_s": times.slowest,
+        "host_s": times.host,
+        "device_in_use": memory_in_use(x.device),
+    }
 
 
-def reference_run(model: Transformer, x: torch.Tensor, options: argparse.Namespace) -> tuple[Floor, dict[str, Any], Any]:
+def reference_run(
+    model: Transformer, x: torch.Tensor, options: argparse.Namespace
+) -> tuple[Floor, dict[str, Any], Any]:
     """Everything resident: the floor's compute times, and the results to be reproduced."""
     times = time_steps(model, x, options.steps, 3)
     floor = Floor(candidate_bytes(model), link_bandwidth(x.device), times.forward, times.backward)
@@ -130,9 +161,17 @@ def reference_run(model: Transformer, x: torch.Tensor, options: argparse.Namespa
         torch.use_deterministic_algorithms(True)
         found = results(model, x)
         torch.use_deterministic_algorithms(False)
-    row = {"engine": "resident", "step_s": times.step, "forward_s": times.forward, "fastest_s": times.fastest,
-           "slowest_s": times.slowest, "host_s": times.host, "device_in_use": memory_in_use(x.device),
-           "link": f"{floor.bandwidth / 1e9:.1f} GB/s", "candidate_bytes": floor.candidate_bytes}
+    row = {
+        "engine": "resident",
+        "step_s": times.step,
+        "forward_s": times.forward,
+        "fastest_s": times.fastest,
+        "slowest_s": times.slowest,
+        "host_s": times.host,
+        "device_in_use": memory_in_use(x.device),
+        "link": f"{floor.bandwidth / 1e9:.1f} GB/s",
+        "candidate_bytes": floor.candidate_bytes,
+    }
     return floor, row, found
 
 
@@ -144,11 +183,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=6144, help="hidden size, a multiple of 48")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--weights", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--weights-budget", nargs="+", default=[], metavar="SIZE", help="such as 4GiB; several are measured in turn")
-    parser.add_argument("--cap", metavar="SIZE", help="let the process use this much device memory, while weights stream")
-    parser.add_argument("--engine", action="append", default=[], metavar="NAME", help="ai-toolkit:PATH, beside viking and resident")
+    parser.add_argument(
+        "--weights-budget", nargs="+", default=[], metavar="SIZE", help="such as 4GiB; several are measured in turn"
+    )
+    parser.add_argument(
+        "--cap", metavar="SIZE", help="let the process use this much device memory, while weights stream"
+    )
+    parser.add_argument(
+        "--engine", action="append", default=[], metavar="NAME", help="ai-toolkit:PATH, beside viking and resident"
+    )
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--verify", action="store_true", help="compare output and gradients with the resident run, bit for bit")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare output and gradients with the resident run, bit for bit"
+    )
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args(arguments)
 
@@ -157,7 +204,16 @@ def show(row: dict[str, Any]) -> None:
     def text(key: str, value: Any) -> str:
         if key.endswith("_s") and isinstance(value, float):
             return f"{value * 1e3:.1f} ms"
-        if key in ("budget", "fetched", "resident", "streamed", "pinned", "written", "device_in_use", "candidate_bytes"):
+        if key in (
+            "budget",
+            "fetched",
+            "resident",
+            "streamed",
+            "pinned",
+            "written",
+            "device_in_use",
+            "candidate_bytes",
+        ):
             return format_bytes(value)
         return f"{value:.3f}" if isinstance(value, float) else str(value)
 
@@ -168,8 +224,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device = resolve_device(options.device)
     scale = Fraction(options.width, 6144)
-    size = Size(options.width, 48, int(18432 * scale), image_tokens=max(8, int(1024 * scale)),
-                text_tokens=max(4, int(512 * scale))).at_depth(float(options.depth))
+    size = Size(
+        options.width,
+        48,
+        int(18432 * scale),
+        image_tokens=max(8, int(1024 * scale)),
+        text_tokens=max(4, int(512 * scale)),
+    ).at_depth(float(options.depth))
     dtype = getattr(torch, options.weights)
     model = build(size, options.rank, dtype, device, device)
     x = make_input(size, dtype, device)

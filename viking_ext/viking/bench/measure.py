@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def time_steps(model: nn.Module, x: torch.Tensor, steps: int, warm_up: int) -> S
         marks.append(_Clock(x.device))
     host = (time.perf_counter() - begin) / steps
     synchronize(x.device)
-    whole = [a.until(b) for a, b in zip(marks, marks[1:], strict=False)]
+    whole = [a.until(b) for a, b in itertools.pairwise(marks)]
     forward = [a.until(m) for a, m in zip(marks, middles, strict=False)]
     return StepTimes(statistics.median(whole), statistics.median(forward), min(whole), max(whole), host)
 

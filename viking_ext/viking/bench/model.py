@@ -114,10 +114,10 @@ class Lora(nn.Module):
 
     def __init__(self, linear: nn.Linear, rank: int, device: torch.device) -> None:
         super().__init__()
-        kind = {"device": device, "dtype": linear.weight.dtype, "bias": False}
+        dtype = linear.weight.dtype
         self.linear = linear
-        self.down = nn.Linear(linear.in_features, rank, **kind)
-        self.up = nn.Linear(rank, linear.out_features, **kind)
+        self.down = nn.Linear(linear.in_features, rank, bias=False, device=device, dtype=dtype)
+        self.up = nn.Linear(rank, linear.out_features, bias=False, device=device, dtype=dtype)
         nn.init.normal_(self.down.weight, std=linear.in_features**-0.5)
         nn.init.normal_(self.up.weight, std=1e-3)
 

@@ -7,6 +7,7 @@ they share the engine of their device, and the budget is the engine's.
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
@@ -14,18 +15,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from viking import _engine
-from viking.units import format_bytes, parse_bytes
+from viking.nn.budget import Budget, device_limit, device_others
+from viking.units import format_bytes
 
 if TYPE_CHECKING:
     from viking._engine import LinearLayerMemoryManager
 
-GIB = 1 << 30
-#: Left free beside everything that was measured: near the allocator's limit retries cost 15 to 60 % of a step.
-HEADROOM_BYTES = 768 << 20
 #: Training steps after which everything but the weights is taken to have reached its peak.
 SETTLING_STEPS = 2
-
-Size = int | str | None
 
 
 def resolve_device(device: str | torch.device | int) -> torch.device:
@@ -33,23 +30,20 @@ def resolve_device(device: str | torch.device | int) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{device!r} is not a device: use \"cuda\", \"cuda:1\" or \"cpu\"") from error
+        raise ValueError(f'{device!r} is not a device: use "cuda", "cuda:1" or "cpu"') from error
     if found.type not in ("cuda", "cpu"):
-        raise ValueError(f"Viking streams to \"cuda\" devices, and to \"cpu\" for trying it out, not to {str(found)!r}")
+        raise ValueError(f'Viking streams to "cuda" devices, and to "cpu" for trying it out, not to {str(found)!r}')
     if found.type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
-        raise RuntimeError(f"{device!r} cannot be used: {reason}. viking.attach(model, \"cpu\") runs without a GPU")
+        reason = (
+            "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
+        )
+        raise RuntimeError(f'{device!r} cannot be used: {reason}. viking.attach(model, "cpu") runs without a GPU')
     index = torch.cuda.current_device() if found.index is None else found.index
     if index >= torch.cuda.device_count():
         raise ValueError(f"there is no {str(found)!r}: this machine has {torch.cuda.device_count()} CUDA device(s)")
     return torch.device("cuda", index)
-
-
-def parse_size(value: Size, name: str) -> Size:
-    """None, "auto", or bytes."""
-    return value if value is None or value == "auto" else parse_bytes(value, name)
 
 
 class DeviceEngine:
@@ -75,8 +69,7 @@ class DeviceEngine:
         else:
             self.engine = _engine.Engine("host")
         self.slab: torch.Tensor | None = None
-        self.vram: Size = "auto"
-        self.weights_budget: Size = None
+        self.budget = Budget()
         self.settled = False
         self.pin_limit: int | None = None
         self.pin_warned = False
@@ -87,76 +80,34 @@ class DeviceEngine:
 
     # ---- budget ----
 
-    def set_budget(self, vram: Size, weights_budget: Size) -> None:
-        """What the user asked for; "auto" and None leave what an earlier attach has said."""
-        if weights_budget not in (None, "auto"):
-            self._replace_budget(self.vram, weights_budget)
-        elif vram not in (None, "auto"):
-            self._replace_budget(vram, None)
-
-    def _replace_budget(self, vram: Size, weights_budget: Size) -> None:
-        before = (self.vram, self.weights_budget)
-        if self.users > 0 and before not in (("auto", None), (vram, weights_budget)):
-            warnings.warn(f"the budget of {self.device} is now {self._describe(vram, weights_budget)} instead of "
-                          f"{self._describe(*before)}: it is shared by all models on the device", stacklevel=5)
-        self.vram, self.weights_budget, self.settled = vram, weights_budget, False
-
-    @staticmethod
-    def _describe(vram: Size, weights_budget: Size) -> str:
-        name, value = ("vram", vram) if weights_budget is None else ("weights_budget", weights_budget)
-        return f"{name}={format_bytes(value) if isinstance(value, int) else value!r}"
+    def set_budget(self, asked: Budget) -> None:
+        """An automatic budget leaves what an earlier attach has said."""
+        if asked == Budget():
+            return
+        if self.users > 0 and self.budget not in (Budget(), asked):
+            warnings.warn(
+                f"the budget of {self.device} is now {asked} instead of {self.budget}: it is shared by all models on "
+                "the device",
+                stacklevel=4,
+            )
+        self.budget, self.settled = asked, False
 
     def budget_bytes(self) -> int:
-        """The weights budget at present. ValueError where what was asked for is too small, naming what works."""
+        """The weights' share at present. ValueError where what was asked for is too small, naming what works."""
         smallest, largest = self.engine.budget_range()
-        if self.weights_budget is not None:
-            return self._checked("weights_budget", int(self.weights_budget), 0, smallest, largest)
         if self.device.type == "cpu":
-            if self.vram == "auto":
-                return largest
-            return self._checked("vram", int(self.vram), self.resident_bytes, smallest, largest)
-        return self._from_device_memory(smallest, largest)
-
-    @staticmethod
-    def _checked(name: str, asked: int, others: int, smallest: int, largest: int) -> int:
-        if asked == 0:
-            return smallest
-        if asked - others < smallest:
-            beside = f" beside {format_bytes(others)} of other tensors" if others else ""
-            raise ValueError(
-                f"{name}={format_bytes(asked)} is too small: the smallest that works is {smallest + others} bytes "
-                f"({format_bytes(smallest + others)}: the model's two largest weights{beside}); 0 takes just that"
-            )
-        return min(asked - others, largest)
-
-    def _from_device_memory(self, smallest: int, largest: int) -> int:
-        """vram less everything but the weights: what there is before the first steps, their peak afterwards."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        slab = 0 if self.slab is None else self.slab.numel()
-        reserved = torch.cuda.memory_reserved(self.device)
-        context = max(0, total - free - reserved)
-        peak = max(torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)) - slab
-        limit = total if self.vram == "auto" else min(total, int(self.vram))
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self.device)
-        limit = min(limit, context + int(fraction * total))
-        if self.settled:
-            room = limit - context - peak - HEADROOM_BYTES
-        else:  # activations and optimizer state are still to come: half of what is free is theirs
-            room = (limit - context - torch.cuda.memory_allocated(self.device) + slab - HEADROOM_BYTES) // 2
-        if self.vram == 0:
-            return smallest
-        if self.vram == "auto" or (room < smallest and not self.settled):
-            return min(max(room, smallest), largest)
-        return self._checked("vram", limit, limit - room, smallest, largest)
+            return self.budget.weights_bytes(smallest, largest, sys.maxsize, self.resident_bytes)
+        slab_bytes = 0 if self.slab is None else self.slab.numel()
+        limit = device_limit(self.device, self.budget.vram)
+        others = device_others(self.device, slab_bytes, limit, smallest, self.settled)
+        return self.budget.weights_bytes(smallest, largest, limit, others)
 
     def settle(self) -> bool:
         """After the first training steps the rest of the memory is known: True if the budget may change with it."""
-        if self.settled or self.device.type == "cpu" or self.weights_budget is not None:
+        if self.settled or self.device.type == "cpu" or self.budget.is_fixed:
             return False
-        if self.engine.stats()["steps"] < SETTLING_STEPS:
-            return False
-        self.settled = True
-        return True
+        self.settled = self.engine.stats()["steps"] >= SETTLING_STEPS
+        return self.settled
 
     # ---- layout ----
 
@@ -221,7 +172,9 @@ class DeviceEngine:
         self.pin_warned = True
         warnings.warn(
             f"host memory could be pinned for {format_bytes(pinned)} of weights only ({error}); the rest streams from "
-            "pageable memory: the same numbers, slower", stacklevel=2)
+            "pageable memory: the same numbers, slower",
+            stacklevel=2,
+        )
 
     # ---- life ----
 

@@ -54,8 +54,10 @@ def judge(root: nn.Module, ignored: set[int], device: torch.device, whole: bool 
 def _refuse_missing_data(name: str, module: nn.Module, ignored: set[int]) -> None:
     for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None and tensor.is_meta and id(tensor) not in ignored:
-            raise ValueError(f"{name + '.' if name else ''}{own} is on the meta device and has no data: load the model's "
-                             "weights before viking.attach")
+            raise ValueError(
+                f"{name + '.' if name else ''}{own} is on the meta device and has no data: load the model's "
+                "weights before viking.attach"
+            )
 
 
 def _why_not(module: nn.Linear, ignored: set[int], device: torch.device | None) -> str:

@@ -7,6 +7,7 @@ manager. What replaces the forward after us keeps ours, which does what the modu
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,9 +71,9 @@ def install(module: nn.Module, manager: LinearLayerMemoryManager) -> None:
             setattr(holder, name, manager.forward)
             undo.append(_restorer(holder, name, original, manager))
     else:
-        module.forward = manager.forward
+        module.__dict__["forward"] = manager.forward
         undo.append(_forward_remover(module, replacement, manager))
-    module._apply = _Apply(manager)
+    module.__dict__["_apply"] = _Apply(manager)
     module.__dict__[_RESTORE] = undo
 
 
@@ -128,5 +129,5 @@ class _Apply:
                     module._buffers[name] = fn(buffer)
         return module
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        return self.manager.__deepcopy__(memo)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.manager, memo)

@@ -19,7 +19,8 @@ from torch.nn.modules import module as torch_module
 
 from viking._engine import Home, LinearLayerMemoryManager
 from viking.nn import forwards
-from viking.nn.device import DeviceEngine, Size, parse_size, resolve_device
+from viking.nn.budget import Budget, Size, parse_size
+from viking.nn.device import DeviceEngine, resolve_device
 from viking.nn.eligible import Verdict, judge
 from viking.nn.progress import Progress, make_progress
 from viking.nn.storage import Weight, group
@@ -30,7 +31,9 @@ Ignored = Iterable[nn.Module | torch.Tensor]
 class MemoryManager:
     """Manages one model on one device: found at `model._memory_manager`, made by :func:`attach`."""
 
-    def __init__(self, module: nn.Module, device: DeviceEngine, ignore: Ignored = (), options: tuple = ()) -> None:
+    def __init__(
+        self, module: nn.Module, device: DeviceEngine, ignore: Ignored = (), options: tuple[Any, ...] = ()
+    ) -> None:
         self.module = module
         self.device = device
         self.options = options
@@ -51,13 +54,17 @@ class MemoryManager:
         """Where the model computes."""
         return self.device.device
 
-    def __deepcopy__(self, memo: dict) -> MemoryManager:
-        raise TypeError("a model whose weights are streamed cannot be copied: copy its state_dict(), or call "
-                        "viking.detach(model) first")
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryManager:
+        raise TypeError(
+            "a model whose weights are streamed cannot be copied: copy its state_dict(), or call "
+            "viking.detach(model) first"
+        )
 
     def __reduce__(self) -> Any:
-        raise TypeError("a model whose weights are streamed cannot be pickled: save its state_dict(), or call "
-                        "viking.detach(model) first")
+        raise TypeError(
+            "a model whose weights are streamed cannot be pickled: save its state_dict(), or call "
+            "viking.detach(model) first"
+        )
 
     # ---- attach ----
 
@@ -66,7 +73,7 @@ class MemoryManager:
         self.device.users += 1
         try:
             self._adopt(progress)
-            self.module._memory_manager = self
+            self.module.__dict__["_memory_manager"] = self
             self._hook = self.module.register_forward_pre_hook(self._enter, prepend=True)
             _watch(self)
         except BaseException:
@@ -147,7 +154,7 @@ class MemoryManager:
         for verdict in verdicts:
             if not verdict.reason:
                 manager = self.linears[verdict.module]
-                verdict.module._layer_memory_manager = manager
+                verdict.module.__dict__["_layer_memory_manager"] = manager
                 forwards.install(verdict.module, manager)
 
     # ---- one Linear more or less (LinearLayerMemoryManager.attach and .detach) ----
@@ -195,8 +202,10 @@ class MemoryManager:
         verdicts = [judge(m, self.ignored, self.process_device, whole=False)[0] for m in modules]
         refused = next((v.reason for v in verdicts if v.reason), "")
         if refused:
-            raise RuntimeError(f"the weight of a streamed Linear was replaced by one that cannot be streamed ({refused}): "
-                               "call viking.detach(model) before you replace it, and attach again")
+            raise RuntimeError(
+                f"the weight of a streamed Linear was replaced by one that cannot be streamed ({refused}): "
+                "call viking.detach(model) before you replace it, and attach again"
+            )
         engine = self.device.engine
         old = manager.weight
         engine.drain_copies()
@@ -232,18 +241,16 @@ class MemoryManager:
             self.device.relayout()
             self.device.pin()
 
-    def device_views(
-        self, manager: LinearLayerMemoryManager, address: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def device_views(self, manager: LinearLayerMemoryManager, address: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """weight and bias of a managed Linear over the device memory at `address`."""
         slab = self.device.slab
         assert slab is not None
         places = self.weights[manager.weight].places
+        bias = manager.module._parameters["bias"]
+        offset = address - slab.data_ptr()
         with torch.inference_mode(False), torch.no_grad():
-            offset = address - slab.data_ptr()
-            views = [None if p is None else places[id(p)].over(slab, offset)
-                     for p in (manager.module._parameters[name] for name in ("weight", "bias"))]
-        return views[0], views[1]
+            weight_view = places[id(manager.module._parameters["weight"])].over(slab, offset)
+            return weight_view, None if bias is None else places[id(bias)].over(slab, offset)
 
     # ---- detach ----
 
@@ -338,22 +345,22 @@ def attach(
         raise TypeError(f"attach needs a torch.nn.Module, not {type(model).__name__}")
     target = resolve_device(device)
     ignore = tuple(ignore)
-    asked = (target, parse_size(vram, "vram"), parse_size(weights_budget, "weights_budget"), _pin_limit(pin),
-             tuple(sorted(id(item) for item in ignore)))
+    budget = Budget(parse_size(vram, "vram"), parse_size(weights_budget, "weights_budget"))
+    asked = (target, budget, _pin_limit(pin), tuple(sorted(id(item) for item in ignore)))
     present = getattr(model, "_memory_manager", None)
     if present is not None:
         if present.options == asked:
             return model
         raise ValueError("this model is attached already, with other arguments: call viking.detach(model) first")
     engine = DeviceEngine.of(target)
-    before = (engine.vram, engine.weights_budget, engine.settled, engine.pin_limit)
-    engine.set_budget(asked[1], asked[2])
-    engine.pin_limit = asked[3]
+    before = (engine.budget, engine.settled, engine.pin_limit)
+    engine.set_budget(budget)
+    engine.pin_limit = _pin_limit(pin)
     try:
         with make_progress(progress) as report:
             MemoryManager(model, engine, ignore, asked).start(report)
     except BaseException:
-        engine.vram, engine.weights_budget, engine.settled, engine.pin_limit = before
+        engine.budget, engine.settled, engine.pin_limit = before
         raise
     return model
 
@@ -361,7 +368,7 @@ def attach(
 def _pin_limit(pin: str | int | bool) -> int | None:
     if pin == "auto" or pin is True:
         return None
-    return 0 if pin is False else int(parse_size(pin, "pin") or 0)
+    return 0 if pin is False else parse_size(pin, "pin")
 
 
 def detach(model: nn.Module) -> None:

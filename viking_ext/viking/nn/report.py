@@ -48,16 +48,17 @@ def stats(model: nn.Module) -> Stats:
     managers = list(managers_of(model))
     totals = managers[0].device.engine.stats()
     names = {module: name for name, module in model.named_modules()}
+    by_name = {manager: dict(manager.module.named_modules()) for manager in managers}
     weights = []
     for manager in managers:
         for module, linear in manager.linears.items():
             if module in names:
                 weights.append(WeightStats(names[module], linear.nbytes, linear.path, _REASONS[linear.path]))
         for name, reason in manager.reasons.items():
-            module = dict(manager.module.named_modules()).get(name)
-            if module in names and "_layer_memory_manager" not in module.__dict__:
-                nbytes = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-                weights.append(WeightStats(names[module], nbytes, "unmanaged", reason))
+            left = by_name[manager].get(name)
+            if left is not None and left in names and "_layer_memory_manager" not in left.__dict__:
+                nbytes = sum(p.numel() * p.element_size() for p in left.parameters(recurse=False))
+                weights.append(WeightStats(names[left], nbytes, "unmanaged", reason))
     floor, fetched = totals["floor_bytes"], totals["fetched_bytes"]
     return Stats(
         resident_bytes=totals["resident_bytes"],

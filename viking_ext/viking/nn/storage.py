@@ -81,7 +81,9 @@ class Weight:
 
 
 def _merge(tensors: Iterable[torch.Tensor]) -> list[Segment]:
-    spans = sorted((t.device.type, t.device.index or 0, t.data_ptr(), t.data_ptr() + span_bytes(t), t.device) for t in tensors)
+    spans = sorted(
+        (t.device.type, t.device.index or 0, t.data_ptr(), t.data_ptr() + span_bytes(t), t.device) for t in tensors
+    )
     segments: list[Segment] = []
     for *_, begin, end, device in spans:
         if segments and segments[-1].device == device and begin < segments[-1].end:
