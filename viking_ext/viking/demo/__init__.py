@@ -47,7 +47,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     quick = chosen.quick
     return Options(
         device=chosen.device,
-        base_steps=40 if quick else 350,
+        base_steps=20 if quick else 350,
         steps=min(chosen.steps, 12) if quick else chosen.steps,
         rank=chosen.rank,
         weights_budget=chosen.weights_budget,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from torch import Tensor
 
 from viking.timeline import stays
@@ -33,9 +34,9 @@ def draw(path: Path, before: Tensor, streamed: Run, resident: Run, identical: bo
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     with matplotlib.rc_context({"font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.titlesize": 11}):
-        picture = Figure(figsize=(13, 7.8), facecolor=PAPER, layout="constrained")
+        layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
+        picture = Figure(figsize=(13, 7.8), facecolor=PAPER, layout=layout)
         FigureCanvasAgg(picture)
-        picture.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
         if streamed.stats is not None:
             managed = streamed.stats.resident_bytes + streamed.stats.streamed_bytes
             budget = streamed.stats.weights_budget_bytes

@@ -83,7 +83,7 @@ class LoRA(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def add_lora(model: DiT, rank: int) -> list[nn.Parameter]:
+def add_lora(model: DiT, rank: int) -> list[Tensor]:
     """Freeze the model, put a LoRA around the Linears of its blocks, and return what is to be trained."""
     model.requires_grad_(False)
     for block in model.blocks:

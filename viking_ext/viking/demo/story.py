@@ -44,8 +44,14 @@ def tell(options: Options) -> int:
         return 2
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    torch.manual_seed(options.seed)
+    try:  # before anything that takes long
+        trial = DiT().requires_grad_(False)
+        viking.detach(viking.attach(trial, device, weights_budget=options.weights_budget, progress=False))
+    except ValueError as error:  # unreadable or too small: the error names the smallest that works
+        print(error, file=sys.stderr)
+        return 2
 
+    torch.manual_seed(options.seed)
     images, labels = (tensor.to(device) for tensor in digits.load())
     print(f"Viking's demo on {torch.cuda.get_device_name() if device == 'cuda' else 'the CPU'}\n")
     with steps("base model, white digits", options.base_steps) as progress:
@@ -54,12 +60,8 @@ def tell(options: Options) -> int:
     before = sample(base, asked, options.seed)
 
     styled = digits.restyle(images)
-    try:
-        resident = train_lora(base, styled, labels, asked, options, "LoRA, all weights resident", streamed=False)
-        streamed = train_lora(base, styled, labels, asked, options, "LoRA, weights streamed", streamed=True)
-    except ValueError as error:  # a budget that cannot be read or is too small: attach names the smallest that works
-        print(f"\n{error}", file=sys.stderr)
-        return 2
+    resident = train_lora(base, styled, labels, asked, options, "LoRA, all weights resident", streamed=False)
+    streamed = train_lora(base, styled, labels, asked, options, "LoRA, weights streamed", streamed=True)
     same_losses = streamed.losses == resident.losses
     same_weights = all(torch.equal(a, b) for a, b in zip(streamed.weights, resident.weights, strict=True))
 

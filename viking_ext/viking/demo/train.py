@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .model import ANY_CLASS, DiT
 
@@ -22,7 +22,7 @@ Progress = Callable[[int, float], None]
 class Course:
     """One optimization: which parameters, how fast, for how long, from which random numbers."""
 
-    parameters: Sequence[nn.Parameter]
+    parameters: Sequence[Tensor]
     rate: float
     steps: int
     seed: int
