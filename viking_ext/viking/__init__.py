@@ -12,11 +12,16 @@ Importing this package imports neither torch nor CUDA; each name below brings wh
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# Not typing's, which would have to be imported: commands are run inside other projects' trees, and until their first
+# line has run a `typing.py` there comes before the standard library's.
+TYPE_CHECKING = False
+
 if TYPE_CHECKING:
+    from typing import Any
+
     from viking._engine import LinearLayerMemoryManager
     from viking.nn.managing import MemoryManager, attach, detach, editing, refresh
     from viking.nn.precision import force_to_bf16
