@@ -6,6 +6,7 @@ where a picture is drawn.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,18 +160,10 @@ _FAINT = "#8a94a0"
 _STALL = "#d64545"
 
 
-def _plotting() -> Any:
-    """pyplot, or one sentence."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise RuntimeError(
-            "drawing needs matplotlib, which is not installed: pip install 'viking-engine[demo]'"
-        ) from None
-    matplotlib.use("Agg", force=False)
-    from matplotlib import pyplot
-
-    return pyplot
+def _need_matplotlib() -> None:
+    """One sentence where there is none. pyplot is left alone: a picture changes nothing in the caller's session."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RuntimeError("drawing needs matplotlib, which is not installed: pip install 'viking-engine[demo]'")
 
 
 def _style(axes: Axes, ylabel: str) -> None:
@@ -300,13 +293,15 @@ def figure(
 
     Raises RuntimeError, naming the extra to install, without matplotlib.
     """
-    pyplot = _plotting()
+    _need_matplotlib()
+    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
+    from matplotlib.figure import Figure
 
     blocks = sorted({weight.block for weight in weights})
     # Turbo without its ends, which are too dark to tell from the marks of use.
-    ramp = ListedColormap([pyplot.get_cmap("turbo")(0.07 + 0.86 * step / 255) for step in range(256)])
+    ramp = ListedColormap([colormaps["turbo"](0.07 + 0.86 * step / 255) for step in range(256)])
     place = {block: index / max(1, len(blocks) - 1) for index, block in enumerate(blocks)}
     colours = {block: ramp(place[block]) for block in blocks}
     streamed = [weight for weight in weights if not weight.resident]
@@ -321,15 +316,9 @@ def figure(
     if streamed:
         rows.append(("ring", 4.0))
     rows += [("link", 0.7), ("compute", 1.6)]
-    drawn: Figure
-    drawn, grid = pyplot.subplots(
-        len(rows),
-        1,
-        sharex=True,
-        squeeze=False,
-        figsize=(11.5, 8.0),
-        layout="constrained",
-        gridspec_kw={"height_ratios": [height for _, height in rows]},
+    drawn = Figure(figsize=(11.5, 8.0), layout="constrained")
+    grid = drawn.subplots(
+        len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": [height for _, height in rows]}
     )
     panels: dict[str, Axes] = {name: grid[index][0] for index, (name, _) in enumerate(rows)}
     if residents:
@@ -389,9 +378,5 @@ def draw(
     Raises RuntimeError without matplotlib, OSError where the file cannot be written, ValueError for a format that
     matplotlib does not know.
     """
-    pyplot = _plotting()
     drawn = figure(weights, computes, copies, period_ns, title=title, periodic=periodic)
-    try:
-        drawn.savefig(path, dpi=150, facecolor="white")
-    finally:
-        pyplot.close(drawn)
+    drawn.savefig(path, dpi=150, facecolor="white")
