@@ -327,11 +327,12 @@ static viking_status write_down(viking_engine *engine, uint32_t weight, uint32_t
     viking_status status = viking_paths_use(&engine->paths, weight, VIKING_USE_READ, out_index, &expected);
     if (status != VIKING_OK)
         return status;
-    if (engine->paths.pass != pass)
+    bool began = engine->paths.pass != pass; /* and another path may have taken the place of the one looked at */
+    if (began)
         end_pass(engine, VIKING_NO_PATH);
     engine->position++;
     engine->weights[weight].uses++;
-    if (!expected || engine->ahead_position < engine->position)
+    if (!expected || began || engine->ahead_position < engine->position)
         viking_engine_look_again(engine);
     return VIKING_OK;
 }

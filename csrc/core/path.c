@@ -73,6 +73,9 @@ static viking_status learn(viking_paths *paths, uint32_t *out_path, bool *out_ne
     viking_status status = viking_trace_copy(&path->trace, &paths->seen);
     if (status != VIKING_OK)
         return status;
+    /* A use that goes on beyond its pass lasts until the end of the period, as far as a plan is concerned. */
+    for (uint32_t i = 0; i < path->trace.count; i++)
+        viking_trace_release(&path->trace, i);
     path->key = paths->key;
     path->next = VIKING_NO_PATH;
     path->hits = 0;
@@ -80,22 +83,6 @@ static viking_status learn(viking_paths *paths, uint32_t *out_path, bool *out_ne
         paths->count++;
     *out_path = place;
     *out_new = true;
-    return VIKING_OK;
-}
-
-/* The pass left its path: from here on, what it uses is written down, its past included. */
-static viking_status leave(viking_paths *paths)
-{
-    if (!paths->clean)
-        return VIKING_OK;
-    const viking_path *path = &paths->paths[paths->expected.path];
-    viking_status status = viking_trace_copy(&paths->seen, &path->trace);
-    if (status != VIKING_OK)
-        return status;
-    if (paths->uses < paths->seen.count)
-        paths->seen.ticks = paths->seen.uses[paths->uses].begin;
-    paths->seen.count = paths->uses;
-    paths->clean = false;
     return VIKING_OK;
 }
 
@@ -128,9 +115,7 @@ viking_status viking_paths_begin(viking_paths *paths, uint64_t key, bool *out_st
         if (complete) {
             predicted = paths->paths[current].next;
         } else {
-            status = leave(paths);
-            if (status == VIKING_OK)
-                status = learn(paths, &current, &added);
+            status = learn(paths, &current, &added);
             if (status != VIKING_OK)
                 return status;
         }
@@ -193,11 +178,9 @@ static bool found_again(const viking_paths *paths, uint32_t weight, viking_curso
 }
 
 /* A use that was not predicted. */
-static viking_status lose(viking_paths *paths, uint32_t weight)
+static void lose(viking_paths *paths, uint32_t weight)
 {
-    viking_status status = leave(paths);
-    if (status != VIKING_OK)
-        return status;
+    paths->clean = false;
     if (paths->expected.path != VIKING_NO_PATH)
         paths->resume = paths->expected;
     uint32_t other = branch(paths, weight);
@@ -206,6 +189,23 @@ static viking_status lose(viking_paths *paths, uint32_t weight)
     } else if (!found_again(paths, weight, &paths->expected)) {
         paths->expected.path = VIKING_NO_PATH;
     }
+}
+
+/* The pass under way has used what its path begins with. */
+static viking_status assume_begun(viking_paths *paths, uint32_t uses)
+{
+    const viking_trace *trace = &paths->paths[paths->previous].trace;
+    viking_status status = viking_trace_copy(&paths->seen, trace);
+    if (status != VIKING_OK)
+        return status;
+    paths->seen.count = uses;
+    paths->seen.ticks = trace->uses[uses].begin;
+    for (uint32_t i = 0; i < uses; i++)
+        if (paths->seen.uses[i].end >= paths->seen.ticks)
+            paths->seen.uses[i].end = UINT32_MAX;
+    paths->uses = uses;
+    paths->expected = (viking_cursor){.path = paths->previous, .index = uses};
+    paths->clean = true;
     return VIKING_OK;
 }
 
@@ -225,10 +225,7 @@ static viking_status split_endless(viking_paths *paths)
     if (status != VIKING_OK)
         return status;
     paths->paths[paths->previous].next = paths->previous;
-    paths->uses = count % period;
-    paths->expected = (viking_cursor){.path = paths->previous, .index = paths->uses};
-    paths->clean = true;
-    return VIKING_OK;
+    return assume_begun(paths, count % period);
 }
 
 /* The pass has come to the end of its path and the next use is the first one of what is predicted to follow: a new
@@ -259,19 +256,13 @@ viking_status viking_paths_use(viking_paths *paths, uint32_t weight, viking_use_
     bool at_end = next.path != VIKING_NO_PATH && next.index == paths->paths[next.path].trace.count;
     const viking_use *use = at_end ? NULL : viking_paths_next(paths, &next);
     *out_expected = use != NULL && use->weight == weight && use->kind == (uint32_t)kind;
-    if (*out_expected) {
+    if (*out_expected)
         paths->expected = next;
-    } else {
-        status = lose(paths, weight);
-        if (status != VIKING_OK)
-            return status;
-    }
-    *out_index = paths->uses;
-    if (!paths->clean) {
-        status = viking_trace_acquire(&paths->seen, weight, kind, out_index);
-        if (status != VIKING_OK)
-            return status;
-    }
+    else
+        lose(paths, weight);
+    status = viking_trace_acquire(&paths->seen, weight, kind, out_index);
+    if (status != VIKING_OK)
+        return status;
     paths->uses++;
     if (!paths->clean && paths->seen.count >= ENDLESS && (paths->seen.count & (paths->seen.count - 1)) == 0)
         status = split_endless(paths);
@@ -280,7 +271,6 @@ viking_status viking_paths_use(viking_paths *paths, uint32_t weight, viking_use_
 
 void viking_paths_release(viking_paths *paths, uint64_t pass, uint32_t index)
 {
-    if (pass == paths->pass && !paths->clean && index < paths->seen.count &&
-        paths->seen.uses[index].end == UINT32_MAX)
+    if (pass == paths->pass)
         viking_trace_release(&paths->seen, index);
 }

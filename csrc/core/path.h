@@ -41,8 +41,8 @@ typedef struct viking_paths {
     uint32_t uses;     /* of this pass so far */
 
     viking_cursor expected; /* the next use */
-    bool clean;             /* this pass has followed expected.path from its start: `seen` is not kept */
-    viking_trace seen;      /* what this pass used, unless clean */
+    bool clean;             /* this pass has followed expected.path from its start */
+    viking_trace seen;      /* what this pass used */
     viking_cursor resume;   /* lost: where on which path to look for the next use */
 } viking_paths;
 
