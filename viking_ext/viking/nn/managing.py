@@ -45,6 +45,7 @@ class MemoryManager:
         self.reasons: dict[str, str] = {}  # why a Linear of this name is not streamed
         self.moved: list[tuple[nn.Module, torch.device]] = []
         self.moved_bytes = 0
+        self.started = False
         self.stale = False  # modules or parameters were registered since the last look
         self._key = next(device.keys)
         self._hook: Any = None
@@ -73,6 +74,7 @@ class MemoryManager:
         self.device.users += 1
         try:
             self._adopt(progress)
+            self.started = True
             self.module.__dict__["_memory_manager"] = self
             self._hook = self.module.register_forward_pre_hook(self._enter, prepend=True)
             _watch(self)
@@ -89,9 +91,22 @@ class MemoryManager:
             self.device.engine.layout(self.device.budget_bytes())  # too small a budget ends here, with nothing touched
         self._fill(fresh, progress)
         self._move_the_rest()
-        self.device.relayout()
-        self.device.pin(progress)
+        if fresh or not self.started:
+            self.device.relayout()
+            self.device.pin(progress)
         self._install(verdicts)
+
+    def _adopt_late_comers(self) -> None:
+        """Take in what was registered since the last look; an exception leaves it for the next one."""
+        before = set(self.weights)
+        self.stale = False
+        try:
+            self._adopt(lambda done, total, what: None)
+        except BaseException:
+            self.stale = True
+            for number in set(self.weights) - before:
+                self._release_weight(number)
+            raise
 
     def _open_homes(self, modules: list[nn.Module]) -> list[int]:
         numbers = []
@@ -233,8 +248,7 @@ class MemoryManager:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self.stale:
-            self.stale = False
-            self._adopt(lambda done, total, what: None)
+            self._adopt_late_comers()
         training = torch.is_grad_enabled()
         renew = self.device.engine.pass_begin(2 * self._key + training, training)
         if renew or self.device.settle():
@@ -267,6 +281,8 @@ class MemoryManager:
             nn.Module._apply(module, lambda t, to=origin: t if id(t) in self.ignored else t.to(to), recurse=False)
         self.device.resident_bytes -= self.moved_bytes
         self.moved.clear()
+        for other in _watched.values():  # one that covers these modules as well takes them over
+            other.stale = True
         self.device.leave()
 
 
