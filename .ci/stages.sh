@@ -91,7 +91,8 @@ stage_wheel() {
     "$(venv tools)/bin/abi3audit" --strict "$wheel"
     "$PYTHON" -m zipfile -l "$wheel" | grep -q 'viking/patches/README.md'
     while read -r python; do
-        folder=$(venv "wheel-$((count += 1))" "$python")
+        count=$((count + 1))
+        folder=$(venv "wheel-$count" "$python")
         "$folder/bin/python" -m pip install -q --no-index --no-deps "$wheel"
         "$folder/bin/python" -c '
 import sys, importlib.util
