@@ -41,6 +41,14 @@ bool viking_engine_may_block(const viking_engine *engine)
     return atomic_load_explicit(&engine->may_block, memory_order_relaxed);
 }
 
+/* The layout in force was made for this weight, and not for an earlier one of the same number. */
+static bool has_place(const viking_engine *engine, uint32_t weight)
+{
+    const viking_map *map = engine->slab.map;
+    return weight < map->count && engine->weights[weight].home != NULL &&
+           map->bytes[weight] == engine->weights[weight].bytes;
+}
+
 /* ---- copies ---- */
 
 static viking_status after_neighbours(viking_engine *engine, uint32_t weight)
@@ -149,7 +157,7 @@ static viking_status look_ahead(viking_engine *engine)
     while (engine->ahead_position < limit) {
         viking_cursor next = engine->ahead;
         const viking_use *use = viking_paths_next(&engine->paths, &next);
-        if (use == NULL || use->weight >= engine->slab.map->count)
+        if (use == NULL || !has_place(engine, use->weight))
             return VIKING_OK;
         if (!engine->slab.present[use->weight]) {
             if (gate_is_shut(engine, use->weight))
@@ -301,12 +309,20 @@ static viking_status fetch_on_demand(viking_engine *engine, uint32_t weight, uin
     return VIKING_OK;
 }
 
+/* Another thread has taken the slab away and is about to bring the next one. */
+static bool between_slabs(const viking_engine *engine)
+{
+    return engine->slab.base == NULL && engine->next_map != NULL;
+}
+
 static viking_status usable(const viking_engine *engine, uint32_t weight)
 {
     viking_status status = viking_engine_known(engine, weight);
     if (status != VIKING_OK)
         return status;
-    if (engine->slab.base == NULL || weight >= engine->slab.map->count)
+    if (between_slabs(engine) && engine->slab.map != NULL)
+        return VIKING_BUSY;
+    if (engine->slab.base == NULL || !has_place(engine, weight))
         return viking_status_fail(VIKING_ERROR_STATE, "weight %u has no place on the device yet: its engine is without "
                                                       "a layout, or was given the weight after its last one", weight);
     return VIKING_OK;
@@ -316,6 +332,7 @@ static viking_status usable(const viking_engine *engine, uint32_t weight)
 typedef struct use_in_progress {
     uint32_t reader;
     uint32_t span;
+    viking_event *ready; /* of the weight: the table of weights may move while the caller waits */
     bool block; /* the caller has to wait for the copy itself */
 } use_in_progress;
 
@@ -362,15 +379,16 @@ static viking_status begin_use(viking_engine *engine, uint32_t weight, viking_st
     viking_lease *lease = viking_slab_acquire(&engine->slab, weight, offset, thread);
     lease->pass = engine->paths.pass;
     lease->use = index;
+    out_use->ready = engine->weights[weight].fence.ready;
     *out = (viking_acquired){.ticket = lease->ticket, .address = engine->slab.base + offset, .layout = engine->layouts};
     return VIKING_OK;
 }
 
 /* The copy is waited for by the calling thread. The use is in progress, so no later copy of its weight can be queued
  * meanwhile and the event stays what it is. */
-static viking_status block(viking_engine *engine, uint32_t weight, const use_in_progress *use, viking_stream stream)
+static viking_status block(viking_engine *engine, const use_in_progress *use, viking_stream stream)
 {
-    viking_status status = viking_queue_block(&engine->queue, &engine->weights[weight].fence);
+    viking_status status = viking_queue_block(&engine->queue, use->ready);
     if (use->span != UINT32_MAX || status != VIKING_OK) {
         viking_status entered = viking_engine_enter(engine);
         if (entered != VIKING_OK)
@@ -396,7 +414,7 @@ viking_status viking_engine_acquire(viking_engine *engine, uint32_t weight, viki
     viking_engine_leave(engine);
     if (status != VIKING_OK || !use.block)
         return status;
-    status = block(engine, weight, &use, stream);
+    status = block(engine, &use, stream);
     if (status != VIKING_OK)
         viking_engine_release(engine, out->ticket, stream);
     return status;
@@ -423,6 +441,7 @@ viking_status viking_engine_release(viking_engine *engine, uint64_t ticket, viki
     if (status != VIKING_OK)
         goto done;
     viking_paths_release(&engine->paths, lease.pass, lease.use);
+    viking_slab_wake(&engine->slab);
     viking_condition_broadcast(engine->released);
     status = release_on(engine, stream, &engine->weights[lease.weight].fence);
     /* A displaced use leaves its place for good; rather than remember who was there, wait for it now. */
@@ -440,8 +459,12 @@ viking_status viking_engine_wait_release(viking_engine *engine)
     viking_status status = viking_engine_enter(engine);
     if (status != VIKING_OK)
         return status;
-    if (engine->slab.lease_count > 0)
+    status = viking_slab_wait(&engine->slab, viking_thread_identity());
+    uint64_t ended = engine->slab.ended;
+    while (status == VIKING_BUSY && engine->slab.ended == ended)
         viking_condition_wait(engine->released, engine->lock);
+    if (status == VIKING_BUSY)
+        status = VIKING_OK;
     viking_engine_leave(engine);
-    return VIKING_OK;
+    return status;
 }

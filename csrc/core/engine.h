@@ -47,10 +47,12 @@ viking_status viking_engine_layout(viking_engine *engine, uint64_t budget_bytes,
 /* The smallest and the largest budget that make a difference. */
 viking_status viking_engine_budget_range(viking_engine *engine, uint64_t *out_smallest, uint64_t *out_largest);
 /* Put the layout found last into force over device memory at `base` (VIKING_ALIGNMENT aligned), which work queued on
- * `stream` may still be using. With the base of before, what kept its address keeps its bytes. STATE while uses are
- * in progress. */
+ * `stream` may still be using. With the base of before, what kept its address keeps its bytes. Waits for
+ * the uses of other threads to end; STATE while the caller has one itself. */
 viking_status viking_engine_use_layout(viking_engine *engine, void *base, viking_stream stream);
-/* Nothing touches the slab any more once this returns: copies and readers are waited for. */
+/* Nothing touches the slab any more once this returns: copies, readers and the uses of other threads are waited for.
+ * STATE while the caller has a use itself. If a layout was found, other threads' uses wait for the next use_layout;
+ * calling this again gives that layout up. */
 viking_status viking_engine_drop_slab(viking_engine *engine);
 
 /* Pin the home of a streamed weight, unpin that of a resident one; the error of the backend where it refuses, the
@@ -72,11 +74,13 @@ typedef struct viking_acquired {
     uint64_t layout; /* changes when addresses may have: what is cached per address is void then */
 } viking_acquired;
 
-/* BUSY: the uses of other threads leave no room; try again after viking_engine_wait_release. */
+/* BUSY: the uses of other threads leave no room, or one of them replaces the slab just now; try again after
+ * viking_engine_wait_release. */
 viking_status viking_engine_acquire(viking_engine *engine, uint32_t weight, viking_stream stream,
                                     viking_acquired *out);
 viking_status viking_engine_release(viking_engine *engine, uint64_t ticket, viking_stream stream);
-/* Wait until some use ends. */
+/* Wait until some use of another thread ends; returns at once where there is none. BUDGET: all of these threads wait,
+ * too, so nothing would ever end. */
 viking_status viking_engine_wait_release(viking_engine *engine);
 
 /* acquire, release and pass_begin may block at present. Read without the lock: a hint that errs on the safe side. */

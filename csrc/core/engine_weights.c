@@ -127,14 +127,13 @@ viking_status viking_engine_remove(viking_engine *engine, uint32_t weight)
             status = viking_status_fail(VIKING_ERROR_STATE, "weight %u is in use and cannot be removed", weight);
     if (status == VIKING_OK)
         status = viking_queue_drain_copies(&engine->queue);
+    /* Its span may still be read by work in flight; the fence that knows it is about to go. */
+    if (status == VIKING_OK)
+        status = viking_queue_after(&engine->queue, &engine->weights[weight].fence);
     if (status != VIKING_OK)
         goto done;
     viking_weight *self = &engine->weights[weight];
     status = viking_home_unpin(self->home);
-    /* Its span may still be read by work in flight; the fence that knew it is about to go. */
-    viking_status fenced = viking_queue_after(&engine->queue, &self->fence);
-    if (status == VIKING_OK)
-        status = fenced;
     viking_fence_close(&self->fence, engine->backend);
     *self = (viking_weight){.bytes = VIKING_ALIGNMENT};
     if (engine->slab.map != NULL && weight < engine->slab.map->count)
@@ -153,8 +152,8 @@ viking_status viking_engine_invalidate(viking_engine *engine, uint32_t weight)
     if (status != VIKING_OK)
         return status;
     status = viking_engine_known(engine, weight);
-    if (status == VIKING_OK && engine->slab.map != NULL && weight < engine->slab.map->count)
-        engine->slab.present[weight] = false;
+    if (status == VIKING_OK)
+        viking_slab_forget(&engine->slab, weight);
     viking_engine_update_may_block(engine);
     viking_engine_leave(engine);
     return status;
@@ -236,6 +235,19 @@ viking_status viking_engine_budget_range(viking_engine *engine, uint64_t *out_sm
     return status;
 }
 
+/* Other threads end their uses soon; one of the caller's own would never end. */
+static viking_status await_uses(viking_engine *engine, const char *what)
+{
+    uintptr_t thread = viking_thread_identity();
+    while (engine->slab.lease_count > 0) {
+        for (uint32_t i = 0; i < engine->slab.lease_count; i++)
+            if (engine->slab.leases[i].thread == thread)
+                return viking_status_fail(VIKING_ERROR_STATE, "%u weights are in use: %s", engine->slab.lease_count, what);
+        viking_condition_wait(engine->released, engine->lock);
+    }
+    return VIKING_OK;
+}
+
 viking_status viking_engine_use_layout(viking_engine *engine, void *base, viking_stream stream)
 {
     viking_status status = viking_engine_enter(engine);
@@ -244,9 +256,8 @@ viking_status viking_engine_use_layout(viking_engine *engine, void *base, viking
     if (engine->next_map == NULL || (uintptr_t)base % VIKING_ALIGNMENT != 0)
         status = viking_status_fail(VIKING_ERROR_INVALID, "a layout needs a slab that starts at a multiple of %u bytes",
                                     VIKING_ALIGNMENT);
-    else if (engine->slab.lease_count > 0)
-        status = viking_status_fail(VIKING_ERROR_STATE, "%u weights are in use: their addresses cannot change now",
-                                    engine->slab.lease_count);
+    else
+        status = await_uses(engine, "their addresses cannot change now");
     /* Weights may move over bytes that work in flight still reads. */
     if (status == VIKING_OK)
         status = viking_queue_after_all(&engine->queue);
@@ -265,6 +276,7 @@ viking_status viking_engine_use_layout(viking_engine *engine, void *base, viking
     engine->floor_bytes = 0;
     viking_engine_look_again(engine);
     viking_engine_update_may_block(engine);
+    viking_condition_broadcast(engine->released);
 done:
     viking_engine_leave(engine);
     return status;
@@ -275,10 +287,13 @@ viking_status viking_engine_drop_slab(viking_engine *engine)
     viking_status status = viking_engine_enter(engine);
     if (status != VIKING_OK)
         return status;
-    if (engine->slab.lease_count > 0) {
-        status = viking_status_fail(VIKING_ERROR_STATE, "%u weights are in use: the slab cannot go now",
-                                    engine->slab.lease_count);
+    status = await_uses(engine, "the slab cannot go now");
+    if (status != VIKING_OK)
         goto done;
+    if (engine->slab.base == NULL) {
+        viking_map_free(engine->next_map);
+        engine->next_map = NULL;
+        viking_condition_broadcast(engine->released);
     }
     engine->slab.base = NULL;
     for (uint32_t w = 0; engine->slab.map != NULL && w < engine->slab.map->count; w++)

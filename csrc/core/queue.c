@@ -154,9 +154,9 @@ viking_status viking_queue_await(viking_queue *queue, uint32_t reader, const vik
     return VIKING_OK;
 }
 
-viking_status viking_queue_block(viking_queue *queue, const viking_fence *fence)
+viking_status viking_queue_block(viking_queue *queue, viking_event *ready)
 {
-    return queue->backend->operations->stream_wait(queue->backend, VIKING_STREAM_CALLER, fence->ready);
+    return queue->backend->operations->stream_wait(queue->backend, VIKING_STREAM_CALLER, ready);
 }
 
 void viking_queue_distrust(viking_queue *queue, uint32_t reader)

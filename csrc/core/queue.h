@@ -58,7 +58,7 @@ viking_status viking_queue_reader(viking_queue *queue, viking_stream stream, uin
 /* The reader's next work on the span comes after the copy that brought its bytes. *out_blocking is set where the wait
  * must be made by the caller itself, with viking_queue_block, once no lock is held. */
 viking_status viking_queue_await(viking_queue *queue, uint32_t reader, const viking_fence *fence, bool *out_blocking);
-viking_status viking_queue_block(viking_queue *queue, const viking_fence *fence);
+viking_status viking_queue_block(viking_queue *queue, viking_event *ready);
 /* That wait failed: the reader has waited for nothing. */
 void viking_queue_distrust(viking_queue *queue, uint32_t reader);
 

@@ -51,10 +51,20 @@ bool viking_slab_blocked(const viking_slab *slab, uint32_t weight)
     return false;
 }
 
+void viking_slab_forget(viking_slab *slab, uint32_t weight)
+{
+    if (slab->map == NULL || weight >= slab->map->count)
+        return;
+    slab->present[weight] = false;
+    for (uint32_t i = 0; i < slab->lease_count; i++)
+        if (slab->leases[i].weight == weight)
+            slab->leases[i].stale = true;
+}
+
 viking_lease *viking_slab_displaced(viking_slab *slab, uint32_t weight)
 {
     for (uint32_t i = 0; i < slab->lease_count; i++)
-        if (slab->leases[i].weight == weight && slab->leases[i].displaced)
+        if (slab->leases[i].weight == weight && slab->leases[i].displaced && !slab->leases[i].stale)
             return &slab->leases[i];
     return NULL;
 }
@@ -92,6 +102,29 @@ viking_status viking_slab_gap(const viking_slab *slab, uint64_t bytes, uintptr_t
                               "raise the weights budget by %llu bytes",
                               (unsigned long long)in_use, (unsigned long long)bytes,
                               (unsigned long long)(in_use + 2 * bytes));
+}
+
+viking_status viking_slab_wait(viking_slab *slab, uintptr_t thread)
+{
+    bool others = false;
+    bool running = false;
+    for (uint32_t i = 0; i < slab->lease_count; i++) {
+        others = others || slab->leases[i].thread != thread;
+        running = running || (slab->leases[i].thread != thread && !slab->leases[i].waiting);
+    }
+    if (others && !running)
+        return viking_status_fail(VIKING_ERROR_BUDGET, "several threads hold weights and wait for one another's room: "
+                                                       "raise the weights budget or run fewer threads at once");
+    for (uint32_t i = 0; running && i < slab->lease_count; i++)
+        slab->leases[i].waiting = slab->leases[i].waiting || slab->leases[i].thread == thread;
+    return running ? VIKING_BUSY : VIKING_OK;
+}
+
+void viking_slab_wake(viking_slab *slab)
+{
+    slab->ended++;
+    for (uint32_t i = 0; i < slab->lease_count; i++)
+        slab->leases[i].waiting = false;
 }
 
 viking_status viking_slab_reserve(viking_slab *slab)

@@ -19,6 +19,8 @@ typedef struct viking_lease {
     uint32_t weight;
     uint32_t use; /* index in the pass */
     bool displaced;
+    bool waiting; /* its thread waits for the others to end a use */
+    bool stale; /* holds the bytes of before an edit */
 } viking_lease;
 
 typedef struct viking_slab {
@@ -29,6 +31,7 @@ typedef struct viking_slab {
     uint32_t lease_count;
     uint32_t lease_capacity;
     uint64_t last_ticket;
+    uint64_t ended; /* uses, so far */
 } viking_slab;
 
 void viking_slab_init(viking_slab *slab);
@@ -41,12 +44,22 @@ viking_status viking_slab_adopt(viking_slab *slab, viking_map *map, bool keep);
  * still reads the bytes of before an edit. */
 bool viking_slab_blocked(const viking_slab *slab, uint32_t weight);
 
-/* A use of the weight is in progress at another address than its own: its lease, else NULL. */
+/* The weight's host bytes have changed: what the slab holds of it serves no further use. */
+void viking_slab_forget(viking_slab *slab, uint32_t weight);
+
+/* A use of the weight, as it is now, is in progress at another address than its own: its lease, else NULL. */
 viking_lease *viking_slab_displaced(viking_slab *slab, uint32_t weight);
 
 /* A range of the ring that no use in progress touches. BUSY if uses of other threads stand in the way of it, BUDGET
  * if only this thread's do. */
 viking_status viking_slab_gap(const viking_slab *slab, uint64_t bytes, uintptr_t thread, uint64_t *out_offset);
+
+/* The thread has to wait for a use of another thread; what it holds meanwhile is no use that could end. OK: there is
+ * nothing to wait for, BUSY: wait. BUDGET: all others wait as well, for one another. */
+viking_status viking_slab_wait(viking_slab *slab, uintptr_t thread);
+
+/* A use has ended: nobody waits any more. */
+void viking_slab_wake(viking_slab *slab);
 
 bool viking_slab_intersects(const viking_slab *slab, uint32_t weight, uint64_t offset, uint64_t bytes);
 

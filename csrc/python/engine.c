@@ -53,8 +53,11 @@ viking_status viking_py_engine_acquire(viking_engine *engine, uint32_t weight, v
             return status;
     }
     Py_BEGIN_ALLOW_THREADS
-    while ((status = viking_engine_acquire(engine, weight, stream, out)) == VIKING_BUSY)
-        viking_engine_wait_release(engine);
+    while ((status = viking_engine_acquire(engine, weight, stream, out)) == VIKING_BUSY) {
+        status = viking_engine_wait_release(engine);
+        if (status != VIKING_OK) /* threads wait for one another */
+            break;
+    }
     Py_END_ALLOW_THREADS
     return status;
 }
