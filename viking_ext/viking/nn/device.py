@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
@@ -28,7 +29,7 @@ SETTLING_STEPS = 2
 def resolve_device(device: str | torch.device | int) -> torch.device:
     """A torch.device with its index; ValueError or RuntimeError, saying what to do, for one that cannot be used."""
     try:
-        found = torch.device(device)
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'{device!r} is not a device: use "cuda", "cuda:1" or "cpu"') from error
     if found.type not in ("cuda", "cpu"):
@@ -50,6 +51,8 @@ class DeviceEngine:
     """The engine of one device and what it needs of torch: the slab's memory, and the sizes of everything else."""
 
     _open: ClassVar[dict[torch.device, DeviceEngine]] = {}
+    #: Held while weights come, go or move: threads may attach, train and detach models of one device.
+    lock: ClassVar[threading.RLock] = threading.RLock()
     #: How the native engine is made; tests put engines with delays and faults here.
     make_engine: ClassVar[Callable[[torch.device], _engine.Engine] | None] = None
 
@@ -119,12 +122,20 @@ class DeviceEngine:
         slab_bytes = self.engine.layout(self.budget_bytes())
         if self.slab is None or self.slab.numel() != slab_bytes:
             self._drop_slab()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # the old slab would stay cached beside the new one
-            self.slab = self._allocate(slab_bytes)
+            try:
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()  # the old slab would stay cached beside the new one
+                self.slab = self._allocate(slab_bytes)
+            except BaseException:
+                self.engine.drop_slab()  # once more: nobody shall wait for a slab that does not come
+                raise
         self.engine.use_layout(self.slab.data_ptr())
         for manager in self._managers():
             manager.forget_views()
+
+    def lacks_slab(self) -> bool:
+        """There was no memory for it at the last relayout."""
+        return self.slab is None and bool(self.linears)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():

@@ -69,16 +69,21 @@ class MemoryManager:
 
     # ---- attach ----
 
-    def start(self, progress: Progress) -> None:
+    def start(self, progress: Progress, budget: Budget, pin_limit: int | None) -> None:
         """Manage the whole module. On an exception everything is as before."""
-        self.device.users += 1
+        device = self.device
+        before = (device.budget, device.settled, device.pin_limit)
+        device.set_budget(budget)
+        device.users += 1
         try:
+            device.pin_limit = pin_limit
             self._adopt(progress)
             self.started = True
             self.module.__dict__["_memory_manager"] = self
             self._hook = self.module.register_forward_pre_hook(self._enter, prepend=True)
             _watch(self)
         except BaseException:
+            device.budget, device.settled, device.pin_limit = before
             self.stop()
             raise
 
@@ -176,6 +181,10 @@ class MemoryManager:
 
     def manage_linear(self, module: nn.Module) -> LinearLayerMemoryManager:
         """Manage one Linear. ValueError, with the reason, if it cannot be streamed."""
+        with DeviceEngine.lock:
+            return self._manage_linear(module)
+
+    def _manage_linear(self, module: nn.Module) -> LinearLayerMemoryManager:
         present = module.__dict__.get("_layer_memory_manager")
         if present is not None:
             return present
@@ -195,8 +204,9 @@ class MemoryManager:
 
     def release_linear(self, manager: LinearLayerMemoryManager) -> None:
         """Stop managing one Linear, and those that share its bytes. It stays on the host."""
-        self._release_weight(manager.weight)
-        self.device.relayout()
+        with DeviceEngine.lock:
+            self._release_weight(manager.weight)
+            self.device.relayout()
 
     def _release_weight(self, number: int) -> None:
         self.device.engine.remove(number)
@@ -213,6 +223,10 @@ class MemoryManager:
 
     def rehome(self, manager: LinearLayerMemoryManager) -> None:
         """A parameter of a managed Linear was replaced, or its data was: bring the new bytes into a home."""
+        with DeviceEngine.lock:
+            self._rehome(manager)
+
+    def _rehome(self, manager: LinearLayerMemoryManager) -> None:
         modules = self.weights[manager.weight].modules
         verdicts = [judge(m, self.ignored, self.process_device, whole=False)[0] for m in modules]
         refused = next((v.reason for v in verdicts if v.reason), "")
@@ -241,19 +255,22 @@ class MemoryManager:
 
     def refresh(self) -> None:
         """The host bytes of any weight may have changed: fetch them all again."""
-        for number in self.weights:
-            self.device.engine.invalidate(number)
+        with DeviceEngine.lock:
+            for number in self.weights:
+                self.device.engine.invalidate(number)
 
     # ---- a step ----
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self.stale:
-            self._adopt_late_comers()
+            with DeviceEngine.lock:
+                self._adopt_late_comers()
         training = torch.is_grad_enabled()
         renew = self.device.engine.pass_begin(2 * self._key + training, training)
-        if renew or self.device.settle():
-            self.device.relayout()
-            self.device.pin()
+        if renew or self.device.settle() or self.device.lacks_slab():
+            with DeviceEngine.lock:
+                self.device.relayout()
+                self.device.pin()
 
     def device_views(self, manager: LinearLayerMemoryManager, address: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """weight and bias of a managed Linear over the device memory at `address`."""
@@ -368,16 +385,8 @@ def attach(
         if present.options == asked:
             return model
         raise ValueError("this model is attached already, with other arguments: call viking.detach(model) first")
-    engine = DeviceEngine.of(target)
-    before = (engine.budget, engine.settled, engine.pin_limit)
-    engine.set_budget(budget)
-    engine.pin_limit = _pin_limit(pin)
-    try:
-        with make_progress(progress) as report:
-            MemoryManager(model, engine, ignore, asked).start(report)
-    except BaseException:
-        engine.budget, engine.settled, engine.pin_limit = before
-        raise
+    with DeviceEngine.lock, make_progress(progress) as report:
+        MemoryManager(model, DeviceEngine.of(target), ignore, asked).start(report, budget, _pin_limit(pin))
     return model
 
 
@@ -396,7 +405,8 @@ def detach(model: nn.Module) -> None:
     """
     manager = model.__dict__.get("_memory_manager")
     if manager is not None:
-        manager.stop()
+        with DeviceEngine.lock:
+            manager.stop()
 
 
 def managers_of(model: nn.Module) -> Iterator[MemoryManager]:
