@@ -102,7 +102,7 @@ def _hunk(lines: list[bytes], at: int) -> tuple[Hunk, int]:
 
 def parse(data: bytes) -> tuple[FileDiff, ...]:
     """Read a patch. A description before the first file and a signature after the last are passed over."""
-    lines = [line.removesuffix(b"\r") for line in data.split(b"\n")]
+    lines = [line.removesuffix(b"\r") for line in data.removesuffix(b"\n").split(b"\n")]
     files: dict[str, tuple[Hunk, ...]] = {}
     at = 0
     while at < len(lines):

@@ -110,7 +110,7 @@ class _Replacement:
     real: Path
     staged: Path
     kept: Path | None = None
-    placed: bool = False
+    placed: bool = False  # or about to be
 
 
 def _refuse_read_only(path: str, real: Path) -> None:
@@ -152,20 +152,22 @@ def _fill(staged: Path, real: Path, data: bytes) -> None:
 
 def _keep(replacement: _Replacement) -> None:
     """Give the old file a second name; where the file system has no links, a copy."""
-    kept = _beside(replacement.real)
-    replacement.kept = kept
-    kept.unlink()
+    replacement.kept = _beside(replacement.real)
+    replacement.kept.unlink()
     try:
-        os.link(replacement.real, kept)
+        os.link(replacement.real, replacement.kept)
     except OSError:
-        _fill(kept, replacement.real, replacement.real.read_bytes())
+        # Not into that name: over a network a link may have been made and yet be reported as failed.
+        replacement.kept.unlink(missing_ok=True)
+        replacement.kept = _beside(replacement.real)
+        _fill(replacement.kept, replacement.real, replacement.real.read_bytes())
 
 
 def _undo(replacements: Iterable[_Replacement]) -> list[str]:
     """Put the old files back and remove what was staged; returns the files that could not be put back."""
     lost = []
     for each in replacements:
-        if each.placed and each.kept is not None:
+        if each.placed and each.kept is not None and not each.staged.exists():
             try:
                 os.replace(each.kept, each.real)
             except OSError as error:
@@ -193,7 +195,7 @@ def write(root: Path, changed: Mapping[str, bytes], was: Mapping[str, bytes | No
             path = each.path
             if each.real.read_bytes() != was[path]:
                 raise PatchError(f"{path}: was changed by someone else meanwhile")
-            each.placed = True  # before the rename: one that was made and then interrupted is undone too
+            each.placed = True
             os.replace(each.staged, each.real)
         for directory in {each.real.parent for each in replacements}:
             _flush_directory(directory)
