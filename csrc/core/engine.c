@@ -312,7 +312,7 @@ static viking_status fetch_on_demand(viking_engine *engine, uint32_t weight, uin
 /* Another thread has taken the slab away and is about to bring the next one. */
 static bool between_slabs(const viking_engine *engine)
 {
-    return engine->slab.base == NULL && engine->next_map != NULL;
+    return engine->slab.base == NULL && engine->next_map != NULL && engine->slab.map != NULL;
 }
 
 static viking_status usable(const viking_engine *engine, uint32_t weight)
@@ -320,7 +320,7 @@ static viking_status usable(const viking_engine *engine, uint32_t weight)
     viking_status status = viking_engine_known(engine, weight);
     if (status != VIKING_OK)
         return status;
-    if (between_slabs(engine) && engine->slab.map != NULL)
+    if (between_slabs(engine))
         return VIKING_BUSY;
     if (engine->slab.base == NULL || !has_place(engine, weight))
         return viking_status_fail(VIKING_ERROR_STATE, "weight %u has no place on the device yet: its engine is without "
@@ -431,6 +431,16 @@ static viking_status release_on(viking_engine *engine, viking_stream stream, vik
     return status;
 }
 
+/* A displaced use leaves its place for good. Rather than remember who was there, the copies wait for it now; where
+ * that fails, the caller does, for no later copy would know of it. */
+static viking_status leave_place(viking_engine *engine, viking_stream stream, viking_fence *fence)
+{
+    viking_status status = viking_queue_after(&engine->queue, fence);
+    if (status != VIKING_OK)
+        engine->backend->operations->stream_drain(engine->backend, stream);
+    return status;
+}
+
 viking_status viking_engine_release(viking_engine *engine, uint64_t ticket, viking_stream stream)
 {
     viking_lease lease;
@@ -444,9 +454,10 @@ viking_status viking_engine_release(viking_engine *engine, uint64_t ticket, viki
     viking_slab_wake(&engine->slab);
     viking_condition_broadcast(engine->released);
     status = release_on(engine, stream, &engine->weights[lease.weight].fence);
-    /* A displaced use leaves its place for good; rather than remember who was there, wait for it now. */
-    if (status == VIKING_OK && lease.displaced)
-        status = viking_queue_after(&engine->queue, &engine->weights[lease.weight].fence);
+    if (lease.displaced) {
+        viking_status left = leave_place(engine, stream, &engine->weights[lease.weight].fence);
+        status = status == VIKING_OK ? left : status;
+    }
     if (status == VIKING_OK)
         status = look_ahead(engine);
 done:
@@ -462,6 +473,8 @@ viking_status viking_engine_wait_release(viking_engine *engine)
     status = viking_slab_wait(&engine->slab, viking_thread_identity());
     uint64_t ended = engine->slab.ended;
     while (status == VIKING_BUSY && engine->slab.ended == ended)
+        viking_condition_wait(engine->released, engine->lock);
+    while (between_slabs(engine))
         viking_condition_wait(engine->released, engine->lock);
     if (status == VIKING_BUSY)
         status = VIKING_OK;

@@ -79,7 +79,7 @@ typedef struct viking_acquired {
 viking_status viking_engine_acquire(viking_engine *engine, uint32_t weight, viking_stream stream,
                                     viking_acquired *out);
 viking_status viking_engine_release(viking_engine *engine, uint64_t ticket, viking_stream stream);
-/* Wait until some use of another thread ends; returns at once where there is none. BUDGET: all of these threads wait,
+/* Wait until some use of another thread ends, or the slab is there; returns at once where neither is due. BUDGET: all of these threads wait,
  * too, so nothing would ever end. */
 viking_status viking_engine_wait_release(viking_engine *engine);
 

@@ -136,6 +136,8 @@ viking_status viking_engine_remove(viking_engine *engine, uint32_t weight)
     status = viking_home_unpin(self->home);
     viking_fence_close(&self->fence, engine->backend);
     *self = (viking_weight){.bytes = VIKING_ALIGNMENT};
+    while (engine->count > 0 && engine->weights[engine->count - 1].home == NULL)
+        engine->count--;
     if (engine->slab.map != NULL && weight < engine->slab.map->count)
         engine->slab.present[weight] = false;
     viking_paths_clear(&engine->paths);
@@ -183,6 +185,26 @@ static viking_status weight_sizes(const viking_engine *engine, uint64_t **out)
     return VIKING_OK;
 }
 
+/* What a layout is made for: the path that was learned, else a sweep over all weights and one back. Numbers that are
+ * vacant take no part in it, so that a model gets the same layout whatever else was attached before. */
+static viking_status path_to_lay_out(const viking_engine *engine, viking_trace *out)
+{
+    const viking_trace *path = viking_engine_main_path(engine);
+    if (path != NULL)
+        return viking_trace_copy(out, path);
+    viking_status status = VIKING_OK;
+    for (uint32_t i = 0; i < 2 * engine->count && status == VIKING_OK; i++) {
+        uint32_t w = i < engine->count ? i : 2 * engine->count - 1 - i;
+        uint32_t index = 0;
+        if (engine->weights[w].home == NULL)
+            continue;
+        status = viking_trace_acquire(out, w, VIKING_USE_READ, &index);
+        if (status == VIKING_OK)
+            viking_trace_release(out, index);
+    }
+    return status;
+}
+
 viking_status viking_engine_layout(viking_engine *engine, uint64_t budget_bytes, uint64_t *out_slab_bytes)
 {
     viking_status status = viking_engine_enter(engine);
@@ -190,13 +212,14 @@ viking_status viking_engine_layout(viking_engine *engine, uint64_t budget_bytes,
         return status;
     uint64_t *bytes = NULL;
     viking_map *map = NULL;
-    viking_trace unknown;
-    viking_trace_init(&unknown);
-    const viking_trace *path = viking_engine_main_path(engine);
-    status = weight_sizes(engine, &bytes);
+    viking_trace path;
+    viking_trace_init(&path);
+    status = path_to_lay_out(engine, &path);
+    if (status == VIKING_OK)
+        status = weight_sizes(engine, &bytes);
     if (status != VIKING_OK)
         goto done;
-    viking_map_request request = {.trace = path == NULL ? &unknown : path,
+    viking_map_request request = {.trace = &path,
                                   .bytes = bytes,
                                   .count = engine->count,
                                   .budget_bytes = budget_bytes,
@@ -211,6 +234,7 @@ viking_status viking_engine_layout(viking_engine *engine, uint64_t budget_bytes,
     engine->next_budget = budget_bytes;
     *out_slab_bytes = map->slab_bytes;
 done:
+    viking_trace_free(&path);
     free(bytes);
     viking_engine_leave(engine);
     return status;
@@ -222,14 +246,16 @@ viking_status viking_engine_budget_range(viking_engine *engine, uint64_t *out_sm
     if (status != VIKING_OK)
         return status;
     uint64_t *bytes = NULL;
-    viking_trace unknown;
-    viking_trace_init(&unknown);
-    const viking_trace *path = viking_engine_main_path(engine);
-    status = weight_sizes(engine, &bytes);
+    viking_trace path;
+    viking_trace_init(&path);
+    status = path_to_lay_out(engine, &path);
     if (status == VIKING_OK)
-        status = viking_map_smallest_budget(path == NULL ? &unknown : path, bytes, engine->count, out_smallest);
+        status = weight_sizes(engine, &bytes);
+    if (status == VIKING_OK)
+        status = viking_map_smallest_budget(&path, bytes, engine->count, out_smallest);
     if (status == VIKING_OK)
         *out_largest = viking_map_largest_budget(bytes, engine->count);
+    viking_trace_free(&path);
     free(bytes);
     viking_engine_leave(engine);
     return status;
@@ -253,11 +279,10 @@ viking_status viking_engine_use_layout(viking_engine *engine, void *base, viking
     viking_status status = viking_engine_enter(engine);
     if (status != VIKING_OK)
         return status;
-    if (engine->next_map == NULL || (uintptr_t)base % VIKING_ALIGNMENT != 0)
-        status = viking_status_fail(VIKING_ERROR_INVALID, "a layout needs a slab that starts at a multiple of %u bytes",
-                                    VIKING_ALIGNMENT);
-    else
-        status = await_uses(engine, "their addresses cannot change now");
+    status = await_uses(engine, "their addresses cannot change now");
+    if (status == VIKING_OK && (engine->next_map == NULL || (uintptr_t)base % VIKING_ALIGNMENT != 0))
+        status = viking_status_fail(VIKING_ERROR_INVALID, "a layout needs to be found first, and a slab that starts at a "
+                                                          "multiple of %u bytes", VIKING_ALIGNMENT);
     /* Weights may move over bytes that work in flight still reads. */
     if (status == VIKING_OK)
         status = viking_queue_after_all(&engine->queue);

@@ -2,7 +2,7 @@
 #include "tagged.h"
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-enum { SEEDS = 60 };
+enum { SEEDS = 40 };
 #else
 enum { SEEDS = 200 };
 #endif

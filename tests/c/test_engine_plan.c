@@ -4,6 +4,12 @@
 
 enum { KEY = 11, OTHER_KEY = 12 };
 
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+enum { SEEDS = 60, RHYTHMS = 10, DIVERGENCES = 40 };
+#else
+enum { SEEDS = 300, RHYTHMS = 40, DIVERGENCES = 60 };
+#endif
+
 static void pass(tagged *t, uint64_t key, const viking_trace *trace)
 {
     CHECK_OK(tagged_pass(t, key, trace));
@@ -145,7 +151,7 @@ static void a_resident_model_asks_nothing_of_the_device(void)
 static void random_paths_follow_their_plans(void)
 {
     uint32_t followed = 0;
-    for (uint64_t seed = 0; seed < 300; seed++) {
+    for (uint64_t seed = 0; seed < SEEDS; seed++) {
         random_case it;
         random_case_make(seed, &it);
         for (uint32_t w = 0; w < it.count; w++)
@@ -166,7 +172,7 @@ static void random_paths_follow_their_plans(void)
         viking_trace_free(&it.trace);
     }
     printf("      %u random paths\n", followed);
-    CHECK(followed > 100);
+    CHECK(followed > SEEDS / 4);
 }
 
 /* ---- leaving the path ---- */
@@ -196,7 +202,7 @@ static void any_divergence_heals_within_one_pass(void)
         viking_trace_init(&known);
         checkpointed_step(&known, 12, 3);
         passes(t, KEY, &known, 3);
-        for (uint32_t i = 0; i < 60; i++) {
+        for (uint32_t i = 0; i < DIVERGENCES; i++) {
             viking_trace other;
             uint32_t at = random_below(&random, known.count);
             viking_trace_init(&other);
@@ -267,7 +273,7 @@ static void alternating_roots_are_foreseen(void)
 /* A change of rhythm between known paths costs what differs, for a pass or two. */
 static void a_new_rhythm_of_known_paths_heals(void)
 {
-    for (uint32_t seed = 0; seed < 40; seed++) {
+    for (uint32_t seed = 0; seed < RHYTHMS; seed++) {
         tagged *t = open_model(16, seed % 8, 1);
         viking_trace traces[4];
         uint64_t random = seed * 31 + 5;

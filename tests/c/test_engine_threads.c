@@ -116,6 +116,41 @@ static void nested_uses_of_three_threads_never_deadlock(void)
     CHECK(refused > 0);
 }
 
+/* The budget changes, and the slab with it, while two threads run: their uses wait for the next slab. */
+static void replace_slabs(void *opaque)
+{
+    worker *self = opaque;
+    for (uint32_t i = 0; i < self->uses; i++) {
+        uint64_t bytes = 0;
+        CHECK_OK(viking_engine_layout(self->world->engine, tagged_budget(self->world, i % 9), &bytes));
+        if (i % 2) {
+            CHECK_OK(viking_engine_drop_slab(self->world->engine));
+            memset(self->world->slab, 0x55, bytes);
+            viking_os_sleep_ns(200000);
+        }
+        CHECK_OK(viking_engine_use_layout(self->world->engine, self->world->slab, VIKING_STREAM_CALLER));
+        viking_os_sleep_ns(300000);
+    }
+}
+
+static void the_slab_is_replaced_under_running_threads(void)
+{
+    for (uint64_t seed = 0; seed < SEEDS / 2; seed++) {
+        tagged *t = open_model(seed, 4, 2);
+        worker workers[3];
+        viking_thread *threads[3];
+        for (uint32_t i = 0; i < 3; i++) {
+            workers[i] = (worker){t, seed * 7 + i + 1, t->streams[i % 2], i == 2 ? 8 : 100, 1, i == 0};
+            CHECK_OK(viking_thread_start(i == 2 ? replace_slabs : worker_run, &workers[i], &threads[i]));
+        }
+        for (uint32_t i = 0; i < 3; i++)
+            viking_thread_join(threads[i]);
+        tagged_check(t);
+        CHECK(atomic_load(&t->refused) == 0 && tagged_stats(t).layouts == 9);
+        tagged_close(t);
+    }
+}
+
 /* ---- one waits for another ---- */
 
 typedef struct handshake {
@@ -335,6 +370,7 @@ int main(void)
     RUN(two_threads_with_streams_of_their_own);
     RUN(two_threads_on_the_callers_stream);
     RUN(nested_uses_of_three_threads_never_deadlock);
+    RUN(the_slab_is_replaced_under_running_threads);
     RUN(more_streams_than_readers);
     RUN(a_use_may_move_to_another_stream);
     return 0;
