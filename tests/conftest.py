@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Iterator
 
@@ -18,5 +19,6 @@ def no_engine_stays_open() -> Iterator[None]:
     DeviceEngine.make_engine = None
     for device in list(DeviceEngine._open.values()):
         for manager in {id(m.manager): m.manager for together in device.linears.values() for m in together}.values():
-            manager.stop()
+            with contextlib.suppress(RuntimeError):  # a test that failed in the middle of a use
+                manager.stop()
         DeviceEngine._open.pop(device.device, None)

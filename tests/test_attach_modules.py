@@ -69,6 +69,11 @@ def trained_bias() -> nn.Linear:
     return linear
 
 
+def made_in_inference_mode() -> nn.Linear:
+    with torch.inference_mode():
+        return big()
+
+
 def hidden_forward() -> nn.Linear:
     linear = big()
     linear.forward = lambda x: nn.functional.linear(x, linear.weight)
@@ -90,6 +95,7 @@ UNSTREAMED = {
     "quantised": (lambda: with_weight(Quantised), "Quantised"),
     "gaps": (lambda: with_weight(lambda w: w.repeat(1, 2)[:, ::2]), "its memory has gaps"),
     "expanded": (lambda: with_weight(lambda w: w[:1].expand(64, 64)), "its memory has gaps"),
+    "inference": (made_in_inference_mode, "it was made in inference mode"),
     "hidden": (hidden_forward, "its forward was replaced"),
 }
 

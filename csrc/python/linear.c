@@ -383,7 +383,12 @@ static PyObject *linear_device_ptr(PyObject *object, void *closure)
     viking_weight_stats stats;
     if (weight_stats((linear_object *)object, &stats) < 0)
         return NULL;
-    return PyLong_FromVoidPtr(stats.device_address);
+    linear_object *self = (linear_object *)object;
+    if (stats.device_address == NULL)
+        return PyLong_FromLong(0);
+    const unsigned char *home = viking_py_home_of(self->home)->address;
+    ptrdiff_t offset = (unsigned char *)self->members[WEIGHT].address - home;
+    return PyLong_FromVoidPtr((unsigned char *)stats.device_address + offset);
 }
 
 static PyObject *linear_uses(PyObject *object, void *closure)
@@ -528,8 +533,8 @@ static PyGetSetDef linear_getset[] = {
     {"weight", linear_weight, NULL, "Number of its weight in the engine.", NULL},
     {"nbytes", linear_nbytes, NULL, "Bytes of its tensors, weight and bias.", NULL},
     {"path", linear_path, NULL, "\"resident\", \"streamed\", or \"demand\" before an order is known.", NULL},
-    {"home_ptr", linear_home_ptr, NULL, "Host address of the weight's bytes.", NULL},
-    {"device_ptr", linear_device_ptr, NULL, "Device address of its bytes, 0 when they are not there.", NULL},
+    {"home_ptr", linear_home_ptr, NULL, "Host address of module.weight.", NULL},
+    {"device_ptr", linear_device_ptr, NULL, "Device address of module.weight, 0 when it is not there.", NULL},
     {"uses", linear_uses, NULL, "Uses so far.", NULL},
     {"fetches", linear_fetches, NULL, "Copies to the device so far.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -74,6 +74,8 @@ def _why_not(module: nn.Linear, ignored: set[int], device: torch.device | None) 
             return f"its weight is a {type(tensor.data).__name__}, which has no plain memory"
         if tensor.layout != torch.strided:
             return "its weight is sparse"
+        if tensor.is_inference():
+            return "it was made in inference mode"
         if tensor.dtype not in DTYPES:
             return f"its dtype is {tensor.dtype}"
         if tensor.numel() == 0 or tensor.data_ptr() == 0:

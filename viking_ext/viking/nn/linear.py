@@ -41,6 +41,8 @@ class StreamedLinear(torch.autograd.Function):
             ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
             ctx.column_major = not x.is_contiguous() and _is_column_major(x)
             ctx.targets = (weight, bias)
+            ctx.used = manager.module._parameters["weight"]
+            ctx.version = ctx.used._version
             if weight is not None:
                 ctx.save_for_backward(x)
         return y
@@ -54,6 +56,7 @@ class StreamedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             device_weight, _, ticket = ctx.manager.acquire()
             try:
+                _check_version(ctx)
                 grad_x = _input_gradient(rows, device_weight.to(grad_y.dtype), ctx.column_major)
             finally:
                 ctx.manager.release(ticket)
@@ -67,6 +70,15 @@ class StreamedLinear(torch.autograd.Function):
 
 
 apply = StreamedLinear.apply
+
+
+def _check_version(ctx: Any) -> None:
+    """The input's gradient is that of the weight which forward used: another one would be silently wrong."""
+    if ctx.manager.module._parameters["weight"] is not ctx.used or ctx.used._version != ctx.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: the weight "
+            f"of shape {tuple(ctx.used.shape)} of a streamed Linear was edited or replaced between forward and backward"
+        )
 
 
 def _is_column_major(x: torch.Tensor) -> bool:

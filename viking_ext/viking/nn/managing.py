@@ -188,7 +188,9 @@ class MemoryManager:
         present = module.__dict__.get("_layer_memory_manager")
         if present is not None:
             return present
-        (verdict,) = judge(module, self.ignored, self.process_device, whole=False)
+        if not isinstance(module, nn.Linear):
+            raise ValueError(f"this {type(module).__name__} cannot be streamed: it is no Linear")
+        verdict = judge(module, self.ignored, self.process_device, whole=False)[0]
         if verdict.reason:
             raise ValueError(f"this {type(module).__name__} cannot be streamed: {verdict.reason}")
         (number,) = self._open_homes([module])

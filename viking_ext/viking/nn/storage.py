@@ -100,7 +100,9 @@ def _segment_of(tensor: torch.Tensor, segments: list[Segment]) -> Segment:
 
 def _make_weight(modules: list[nn.Module]) -> Weight:
     parameters = {id(p): p for module in modules for p in tensors_of(module)}
-    weight = Weight(modules, _merge(parameters.values()))
+    segments = _merge(parameters.values())
+    # In the order of use, not of addresses: these are the allocator's whim, and the layout must not depend on it.
+    weight = Weight(modules, list({id(s): s for s in (_segment_of(p, segments) for p in parameters.values())}.values()))
     offset = 0
     for segment in weight.segments:
         segment.offset = offset
