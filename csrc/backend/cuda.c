@@ -456,3 +456,10 @@ viking_status viking_cuda_versions_of(viking_backend *self, viking_cuda_versions
     memcpy(out->library, device->table.library, sizeof out->library);
     return VIKING_OK;
 }
+
+viking_status viking_cuda_find(const char *runtime_path, viking_cuda_versions *out)
+{
+    cuda nobody = {.base = {.operations = &operations}, .index = 0};
+    viking_status status = viking_cuda_table_open(runtime_path, viking_cuda_table_names, &nobody.table);
+    return status == VIKING_OK ? viking_cuda_versions_of(&nobody.base, out) : status;
+}

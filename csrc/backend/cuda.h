@@ -20,4 +20,7 @@ typedef struct viking_cuda_versions {
 
 viking_status viking_cuda_versions_of(viking_backend *self, viking_cuda_versions *out);
 
+/* The same without a device, for a report: the driver is 0 where there is none. UNSUPPORTED where there is no runtime. */
+viking_status viking_cuda_find(const char *runtime_path, viking_cuda_versions *out);
+
 #endif

@@ -2,6 +2,7 @@
 #include "bf16.h"
 #include "planning.h"
 #include "state.h"
+#include "survey.h"
 #include "tensor.h"
 
 viking_state *viking_state_of_module(PyObject *module)
@@ -74,16 +75,21 @@ PyDoc_STRVAR(force_to_bf16_doc,
              "force_to_bf16(network) -> (changed, kept)\n--\n\n"
              "Convert the fp32 and fp16 parameters of a module to bf16 in place, rounding to nearest even. See "
              "viking.force_to_bf16.");
-PyDoc_STRVAR(plan_doc, "plan(bytes, uses, budget_bytes, link_bytes_per_second, latency_ns=8000, compute_scales=None) -> "
-                       "dict\n--\n\nPlan one period of uses under a budget and predict its time. See viking.plan.");
+PyDoc_STRVAR(plan_doc,
+             "plan(bytes, uses, budget_bytes, link_bytes_per_second, latency_ns=8000, compute_scales=None) -> "
+             "dict\n--\n\nPlan one period of uses under a budget and predict its time. See viking.plan.");
+PyDoc_STRVAR(survey_doc,
+             "survey(runtime=None) -> dict\n--\n\nWhat the engine finds on this machine. See viking.doctor.");
 PyDoc_STRVAR(tensor_view_doc, "tensor_view(tensor, access=\"auto\") -> dict\n--\n\nWhere a tensor's bytes are and what "
                               "they mean, reached by \"exchange\", \"ints\" or \"capsule\".");
-PyDoc_STRVAR(current_stream_doc, "current_stream(tensor_type, device_type, device_id) -> int\n--\n\nThe stream that the "
-                                 "type's framework works on at present.");
+PyDoc_STRVAR(current_stream_doc,
+             "current_stream(tensor_type, device_type, device_id) -> int\n--\n\nThe stream that the "
+             "type's framework works on at present.");
 
 static PyMethodDef module_methods[] = {
     {"force_to_bf16", viking_py_force_to_bf16, METH_O, force_to_bf16_doc},
     {"plan", (PyCFunction)(void (*)(void))viking_py_plan, METH_VARARGS | METH_KEYWORDS, plan_doc},
+    {"survey", viking_py_survey, METH_VARARGS, survey_doc},
     {"tensor_view", (PyCFunction)(void (*)(void))viking_py_tensor_view, METH_VARARGS | METH_KEYWORDS, tensor_view_doc},
     {"current_stream", viking_py_current_stream, METH_VARARGS, current_stream_doc},
     {NULL, NULL, 0, NULL},
@@ -97,15 +103,9 @@ static PyModuleDef_Slot module_slots[] = {
 PyDoc_STRVAR(module_doc, "Viking's engine. The public names are those of the package viking.");
 
 struct PyModuleDef viking_module_definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "viking._engine",
-    .m_doc = module_doc,
-    .m_size = sizeof(viking_state),
-    .m_methods = module_methods,
-    .m_slots = module_slots,
-    .m_traverse = module_traverse,
-    .m_clear = module_clear,
-    .m_free = module_free,
+    PyModuleDef_HEAD_INIT,          .m_name = "viking._engine",  .m_doc = module_doc,
+    .m_size = sizeof(viking_state), .m_methods = module_methods, .m_slots = module_slots,
+    .m_traverse = module_traverse,  .m_clear = module_clear,     .m_free = module_free,
 };
 
 PyMODINIT_FUNC PyInit__engine(void);

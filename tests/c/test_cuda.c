@@ -157,6 +157,18 @@ static void versions_and_the_library_are_known(void)
     c.call->close(c.backend);
 }
 
+static void a_runtime_is_known_without_a_device(void)
+{
+    viking_cuda_versions versions;
+    fake.reset();
+    fake.devices(0, 0);
+    CHECK_OK(viking_cuda_find(fake_path, &versions));
+    CHECK(versions.runtime == 13000 && strcmp(versions.library, fake_path) == 0);
+    CHECK(viking_cuda_find("/no/such/libcudart.so", &versions) == VIKING_ERROR_UNSUPPORTED);
+    CHECK(detail_says("/no/such/libcudart.so"));
+    fake.reset();
+}
+
 /* ---- opening a device ---- */
 
 static void devices_are_counted(void)
@@ -612,6 +624,7 @@ int main(int count, char **arguments)
     RUN(a_library_that_is_no_runtime_is_named);
     RUN(what_is_loaded_comes_before_what_is_newer);
     RUN(versions_and_the_library_are_known);
+    RUN(a_runtime_is_known_without_a_device);
     RUN(devices_are_counted);
     RUN(without_a_driver_or_device_the_reason_is_told);
     RUN(a_device_that_is_not_there_is_refused);
