@@ -1,6 +1,7 @@
 /* viking._engine: wires the types and functions of this folder together, and nothing else. */
 #include "bf16.h"
 #include "planning.h"
+#include "round.h"
 #include "state.h"
 #include "survey.h"
 #include "tensor.h"
@@ -78,6 +79,9 @@ PyDoc_STRVAR(force_to_bf16_doc,
 PyDoc_STRVAR(plan_doc,
              "plan(bytes, uses, budget_bytes, link_bytes_per_second, latency_ns=8000, compute_scales=None) -> "
              "dict\n--\n\nPlan one period of uses under a budget and predict its time. See viking.plan.");
+PyDoc_STRVAR(round_to_bf16_doc,
+             "round_to_bf16(destination, source, offset, inner)\n--\n\nRound fp32 stochastically to bf16 "
+             "with random bits that depend on the key (offset, inner) and the index alone.");
 PyDoc_STRVAR(survey_doc,
              "survey(runtime=None) -> dict\n--\n\nWhat the engine finds on this machine. See viking.doctor.");
 PyDoc_STRVAR(tensor_view_doc, "tensor_view(tensor, access=\"auto\") -> dict\n--\n\nWhere a tensor's bytes are and what "
@@ -89,6 +93,7 @@ PyDoc_STRVAR(current_stream_doc,
 static PyMethodDef module_methods[] = {
     {"force_to_bf16", viking_py_force_to_bf16, METH_O, force_to_bf16_doc},
     {"plan", (PyCFunction)(void (*)(void))viking_py_plan, METH_VARARGS | METH_KEYWORDS, plan_doc},
+    {"round_to_bf16", viking_py_round_to_bf16, METH_VARARGS, round_to_bf16_doc},
     {"survey", viking_py_survey, METH_VARARGS, survey_doc},
     {"tensor_view", (PyCFunction)(void (*)(void))viking_py_tensor_view, METH_VARARGS | METH_KEYWORDS, tensor_view_doc},
     {"current_stream", viking_py_current_stream, METH_VARARGS, current_stream_doc},

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from viking.nn.managing import MemoryManager, attach, detach, editing, refresh
     from viking.nn.precision import force_to_bf16
     from viking.nn.report import Stats, WeightStats, stats
+    from viking.optim.rounding import stochastic_rounding
 
 _HOMES = {
     "attach": "viking.nn.managing",
@@ -35,6 +36,7 @@ _HOMES = {
     "MemoryManager": "viking.nn.managing",
     "force_to_bf16": "viking.nn.precision",
     "stats": "viking.nn.report",
+    "stochastic_rounding": "viking.optim.rounding",
     "Stats": "viking.nn.report",
     "WeightStats": "viking.nn.report",
     "LinearLayerMemoryManager": "viking._engine",
@@ -51,6 +53,7 @@ __all__ = [
     "force_to_bf16",
     "refresh",
     "stats",
+    "stochastic_rounding",
 ]
 
 

@@ -1,0 +1,1 @@
+"""What happens to weights between two steps: how a trainer's optimizer updates them."""
