@@ -194,6 +194,7 @@ class DeviceEngine:
         self.users -= 1
         if self.users > 0:
             self.relayout()
+            self.pin()
             return
         self._drop_slab()
         self.engine.close()

@@ -209,6 +209,7 @@ class MemoryManager:
         with DeviceEngine.lock:
             self._release_weight(manager.weight)
             self.device.relayout()
+            self.device.pin()
 
     def _release_weight(self, number: int) -> None:
         self.device.engine.remove(number)
