@@ -99,7 +99,8 @@ def step(net: Net, seed: int, tokens: int = TOKENS) -> list[torch.Tensor]:
 
 
 def train(net: Net, steps: int = 5, sample: bool = True) -> list[torch.Tensor]:
-    optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=1e-3)
+    # eps: the default is zero in fp16, and NaN equals nothing.
+    optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=1e-3, eps=1e-4)
     seen: list[torch.Tensor] = []
     for seed in range(steps):
         seen += [t.clone() for t in step(net, seed)]

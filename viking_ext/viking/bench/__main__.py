@@ -20,7 +20,7 @@ from torch import nn
 
 import viking
 from viking.bench.measure import Floor, link_bandwidth, results, synchronize, time_steps, train_step
-from viking.bench.model import Lora, Size, Transformer, build, make_input
+from viking.bench.model import Lora, Size, Transformer, avoid_cudnn_attention, build, make_input
 from viking.nn.device import resolve_device
 from viking.units import format_bytes, parse_bytes
 
@@ -223,6 +223,7 @@ def show(row: dict[str, Any]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device = resolve_device(options.device)
+    avoid_cudnn_attention()
     scale = Fraction(options.width, 6144)
     size = Size(
         options.width,

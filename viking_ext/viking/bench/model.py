@@ -1,4 +1,9 @@
-"""The Flux2-shaped transformer and its LoRA. Shapes: FLUX.2-dev's block linears; no biases, no modulation."""
+"""The Flux2-shaped transformer and its LoRA. Shapes: FLUX.2-dev's block linears; no biases, no modulation.
+
+Attention never runs on cuDNN here: where the gradient of its output is a slice of a wider tensor, as in the single
+blocks, cuDNN's backward (torch 2.11, found by compute-sanitizer) reads outside its inputs, which ends in an illegal
+access where the memory beside them was given back.
+"""
 
 from __future__ import annotations
 
@@ -123,6 +128,11 @@ class Lora(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) + self.up(self.down(x))
+
+
+def avoid_cudnn_attention() -> None:
+    """For this process; see above."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def build(size: Size, rank: int, dtype: torch.dtype, weights_on: torch.device, device: torch.device) -> Transformer:
