@@ -10,6 +10,7 @@ die() { printf 'ci: %s\n' "$*" >&2; exit 1; }
 prepare() {
     export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONHASHSEED=0 MPLBACKEND=Agg
     export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
+    export PIP_NO_COMPILE=1 # what is imported is compiled then; most of torch and its company never is
     unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
     SCRATCH=$(mktemp -d "${TMPDIR:-/tmp}/viking-ci.XXXXXX")
     export MPLCONFIGDIR=$SCRATCH/matplotlib

@@ -1,4 +1,5 @@
-# The stages of .ci/run, one function each, and their time limits in seconds. Sourced; defines functions only.
+# The stages of .ci/run, one function each, and their time limits in seconds, in which the first
+# one that needs torch installs it. Sourced; defines functions only.
 
 # Nothing that ties the sources to one machine.
 LIMIT_hygiene=60
@@ -40,7 +41,7 @@ stage_c_tests() {
 }
 
 # Our own declarations of the CUDA runtime and of DLPack against the originals: a file that compiles is the proof.
-LIMIT_c_asserts=600
+LIMIT_c_asserts=1200
 stage_c_asserts() {
     local flags=(-std=c11 -Wall -Wextra -Werror -fsyntax-only -Icsrc) compiler include torch
     if [[ -f tests/c/assert_cuda.c ]]; then
@@ -114,7 +115,7 @@ print(f"-- imported by {sys.version.split()[0]} without torch; attach says: {sai
     [[ $count -gt 0 ]]
 }
 
-LIMIT_lint=600
+LIMIT_lint=1200
 stage_lint() {
     local bin
     [[ -d "$SCRATCH/dist" ]] || stage_build
@@ -139,14 +140,14 @@ stage_pytest() {
     pytest
 }
 
-LIMIT_example=300
+LIMIT_example=1200
 stage_example() {
     install_viking
     (cd "$SCRATCH" && "$(venv test)/bin/python" "$OLDPWD/examples/train_lora.py" --steps 20)
 }
 
 # The README's first command, with fewer steps.
-LIMIT_demo=600
+LIMIT_demo=1200
 stage_demo() {
     install_viking
     (cd "$SCRATCH" && "$(venv test)/bin/python" -m viking.demo --quick --output demo.png)
