@@ -175,8 +175,8 @@ def test_editing_refreshes_at_its_end_also_after_an_exception() -> None:
         assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))
 
 
-def test_editing_waits_for_copies_that_read_the_weights() -> None:
-    """Each weight is overwritten while the look-ahead's slow copies may be under way, and restored: no use is torn."""
+def test_weights_that_were_scribbled_over_inside_editing_are_right_after_it() -> None:
+    """Slow copies of the look-ahead are under way when it begins; whatever they have read is not used."""
     DeviceEngine.make_engine = lambda device: _engine.Engine("host", bytes_per_second=20_000_000, delay_ns=500_000, seed=4)
     model, trained = build(checkpointing="early stop")
     attach(model)

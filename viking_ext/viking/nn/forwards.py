@@ -8,6 +8,7 @@ manager. What replaces the forward after us keeps ours, which does what the modu
 from __future__ import annotations
 
 import copy
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,16 +30,16 @@ def _keepers(module: nn.Module, replacement: Any, seen: set[int]) -> Iterator[tu
     if id(replacement) in seen:
         return
     seen.add(id(replacement))
-    function = inspect.unwrap(replacement) if inspect.isfunction(replacement) else replacement
     holders: list[tuple[Any, str, Any]] = []
-    if hasattr(function, "func"):  # functools.partial: what it calls is behind it, not in it
-        yield from _keepers(module, function.func, seen)
+    if hasattr(replacement, "func"):  # functools.partial: what it calls is behind it, not in it
+        yield from _keepers(module, replacement.func, seen)
         holders += [(module, name, value) for name, value in vars(module).items() if name != "forward"]
-    owner = getattr(function, "__self__", None)
+    owner = getattr(replacement, "__self__", None)
     if owner is not None and hasattr(owner, "__dict__"):
         holders += [(owner, name, value) for name, value in vars(owner).items()]
-    for cell in getattr(getattr(function, "__func__", function), "__closure__", None) or ():
-        holders.append((cell, "cell_contents", cell.cell_contents))
+    for cell in getattr(getattr(replacement, "__func__", replacement), "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a variable that was never set
+            holders.append((cell, "cell_contents", cell.cell_contents))
     for holder, name, value in holders:
         if _is_own(module, value):
             yield holder, name
