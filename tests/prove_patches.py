@@ -103,35 +103,33 @@ def commits(repository: Path, count: int) -> list[str]:
     return [newest, *(commit for commit in touching if commit != newest)]
 
 
+def write_python_files(repository: Path, commit: str, folder: Path) -> None:
+    """A commit's Python files. The others do not matter here, and a partial copy of a repository may lack them."""
+    listing = git(repository, "ls-tree", "-r", "-z", commit, "--", "run.py", "version.py", "toolkit", "jobs")
+    entries = [entry.split("\t", 1) for entry in listing.split("\0") if entry.endswith(".py")]
+    names = "".join(f"{meta.split()[2]}\n" for meta, _ in entries)
+    batch = ["git", "--git-dir", str(repository), "cat-file", "--batch"]
+    data = subprocess.run(batch, input=names.encode(), capture_output=True, check=True).stdout
+    at = 0
+    for _, path in entries:
+        header = data.index(b"\n", at)
+        size = int(data[at:header].split()[2])
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data[header + 1 : header + 1 + size])
+        at = header + 1 + size + 1
+
+
 def checkouts(repository: Path, count: int) -> Iterator[tuple[str, Path]]:
     """Each commit as a tree with a repository of its own, for `git status`."""
     for commit in commits(repository, count):
-        folder = Path(tempfile.mkdtemp(prefix="prove-"))
-        try:
-            archive = subprocess.run(
-                [
-                    "git",
-                    "--git-dir",
-                    str(repository),
-                    "archive",
-                    commit,
-                    "--",
-                    "run.py",
-                    "version.py",
-                    "toolkit",
-                    "jobs",
-                ],
-                capture_output=True,
-                check=True,
-            ).stdout
-            subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
-            for step in (["init", "-q"], ["add", "-A", "-f"]):
+        with tempfile.TemporaryDirectory(prefix="prove-") as name:
+            folder = Path(name)
+            write_python_files(repository, commit, folder)
+            identity = ["-c", "user.name=prove", "-c", "user.email=prove@localhost", "-c", "core.autocrlf=false"]
+            for step in (["init", "-q"], ["add", "-A", "-f"], [*identity, "commit", "-q", "-m", "stock"]):
                 subprocess.run(["git", *step], cwd=folder, check=True)
-            identity = ["-c", "user.name=prove", "-c", "user.email=prove@localhost"]
-            subprocess.run(["git", *identity, "commit", "-q", "-m", "stock"], cwd=folder, check=True)
             yield git(repository, "log", "-1", "--format=%h %cs", commit).strip(), folder
-        finally:
-            shutil.rmtree(folder)
 
 
 def releases(folder: Path) -> Iterator[tuple[str, Path]]:
