@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,6 +140,9 @@ def _run(options: argparse.Namespace, target: Target) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. 0: done or nothing to do; 1: refused, and nothing was written; 2: wrong usage."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may have letters that a terminal has not
     try:
         parser = _parser()
         options = parser.parse_args(arguments)
@@ -151,6 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyError as error:
         print(f"viking.patch: {error.args[0]}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("viking.patch: interrupted; nothing was written", file=sys.stderr)
+        return REFUSED
     except NotRestored as error:
         print(f"viking.patch: {error}", file=sys.stderr)
         return REFUSED

@@ -80,7 +80,7 @@ def find_root(target: Target, given: str | os.PathLike[str] | None = None) -> Pa
 def _inside(root: Path, path: str) -> Path:
     """Where a file of the tree really is. Raises PatchError where a link leads out of it."""
     real = Path(os.path.realpath(root / safe_path(path)))
-    if not real.is_relative_to(root):
+    if not real.is_relative_to(os.path.realpath(root)):
         raise PatchError(f"{path}: a link leads out of the tree, to {real}")
     return real
 
@@ -121,13 +121,26 @@ def _refuse_read_only(path: str, real: Path) -> None:
 
 
 def _flush_directory(directory: Path) -> None:
+    """Have the renames on the disk too, on the file systems that can be asked for it."""
     if os.name != "posix":
         return
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _discard(path: Path | None) -> None:
+    """Remove a file of ours, if it is there. By now the work is done or undone: an interrupt comes too late."""
+    for _ in range(2):
+        try:
+            if path is not None:
+                path.unlink(missing_ok=True)
+            return
+        except (OSError, KeyboardInterrupt):
+            continue
 
 
 def _beside(real: Path) -> Path:
@@ -147,7 +160,9 @@ def _fill(staged: Path, real: Path, data: bytes) -> None:
     if os.name == "posix" and (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
         with contextlib.suppress(OSError):  # one's own tree with a foreign group: not worth a refusal
             os.chown(staged, like.st_uid, like.st_gid)
-    os.chmod(staged, stat.S_IMODE(like.st_mode))
+    mode = stat.S_IMODE(like.st_mode)
+    if stat.S_IMODE(staged.stat().st_mode) != mode:  # some file systems have one mode for all, and refuse to be asked
+        os.chmod(staged, mode)
 
 
 def _keep(replacement: _Replacement) -> None:
@@ -173,10 +188,8 @@ def _undo(replacements: Iterable[_Replacement]) -> list[str]:
             except OSError as error:
                 lost.append(f"{each.path} (its old text is in {each.kept.name}: {error.strerror or error})")
                 each.kept = None
-        for name in (each.staged, each.kept):
-            if name is not None:
-                with contextlib.suppress(OSError):
-                    name.unlink()
+        _discard(each.staged)
+        _discard(each.kept)
     return lost
 
 
@@ -207,6 +220,4 @@ def write(root: Path, changed: Mapping[str, bytes], was: Mapping[str, bytes | No
             raise PatchError(f"{path}: cannot be written: {error.strerror or error}") from None
         raise
     for each in replacements:
-        if each.kept is not None:
-            with contextlib.suppress(OSError):
-                each.kept.unlink()
+        _discard(each.kept)
