@@ -193,3 +193,36 @@ def test_what_was_edited_while_attached_stays_edited() -> None:
     assert bool((model.enter.weight == 0.5).all())
     assert model.leave.weight is replaced
     assert bool((replaced == 1).all())
+
+
+def test_what_goes_back_to_a_device_keeps_strides_and_shared_storage() -> None:
+    storage = torch.randn(128, 64)
+    linears = [nn.Linear(64, 64, bias=bias).requires_grad_(False) for bias in (True, False)]
+    linears[0].weight.data, linears[1].weight.data = storage[:64], storage[32:96].t()
+    before = Snapshot(nn.ModuleList(linears))
+    attached = attach(nn.ModuleList(linears))
+    (weight,) = attached._memory_manager.weights.values()
+    home = linears[0]._layer_memory_manager.home
+    viking.detach(attached)
+
+    for segment in weight.segments:
+        weight.send_back(torch.frombuffer(home, dtype=torch.uint8), segment, torch.device("cpu"))
+
+    before.assert_unchanged()
+    at_home = range(weight.segments[0].offset, home.nbytes)
+    address = torch.frombuffer(home, dtype=torch.uint8).data_ptr()
+    assert all(p.data_ptr() - address not in at_home for linear in linears for p in linear.parameters())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_model_that_was_on_the_device_is_there_again() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.LayerNorm(512)).cuda().requires_grad_(False)
+    model[1].weight = model[0].weight
+    before = Snapshot(model)
+
+    viking.attach(model, "cuda", weights_budget=0, progress=False)
+    model(torch.ones(2, 512, device="cuda"))
+    viking.detach(model)
+
+    before.assert_unchanged()

@@ -295,6 +295,8 @@ class MemoryManager:
             self._hook.remove()
             self._hook = None
         self.module.__dict__.pop("_memory_manager", None)
+        travelled = [(weight, self.device.linears[number][0].home) for number, weight in self.weights.items()
+                    if any(segment.device.type != "cpu" for segment in weight.segments)]
         for number in list(self.weights):
             self._release_weight(number)
         for module, origin in reversed(self.moved):
@@ -304,6 +306,10 @@ class MemoryManager:
         for other in _watched.values():  # one that covers these modules as well takes them over
             other.stale = True
         self.device.leave()
+        for weight, home in travelled:  # only now: the slab's memory is what they need
+            for segment in weight.segments:
+                if segment.device.type != "cpu":
+                    weight.send_back(_tensor_over(home), segment, segment.device)
 
 
 def _tensor_over(home: Home) -> torch.Tensor:

@@ -79,6 +79,19 @@ class Weight:
         """Size in the home: each segment at a multiple of ALIGNMENT."""
         return self.segments[-1].offset + self.segments[-1].nbytes
 
+    def send_back(self, base: torch.Tensor, segment: Segment, device: torch.device) -> None:
+        """Move a segment out of the home, whose bytes `base` holds, to `device`: one storage, as it was."""
+        there: torch.Tensor | None = None
+        for place in self.places.values():
+            if place.segment is not segment:
+                continue
+            if place.parameter.data_ptr() != base.data_ptr() + segment.offset + place.offset:
+                place.parameter.data = place.parameter.data.to(device)  # was replaced and not used since
+                continue
+            if there is None:
+                there = base[segment.offset : segment.offset + segment.nbytes].to(device, copy=True)
+            place.parameter.data = place.over(there, -segment.offset)
+
 
 def _merge(tensors: Iterable[torch.Tensor]) -> list[Segment]:
     spans = sorted(
