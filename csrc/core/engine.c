@@ -91,8 +91,6 @@ static viking_status fetch(viking_engine *engine, uint32_t weight, uint64_t offs
     bool displaced = offset != map->offsets[weight];
     viking_status status =
         displaced ? after_range(engine, offset, self->bytes) : after_neighbours(engine, weight);
-    if (status == VIKING_OK && displaced)
-        status = viking_queue_after(&engine->queue, &self->fence);
     if (status != VIKING_OK)
         return status;
     *out_upset = false;

@@ -11,7 +11,9 @@
  *
  * Threads: every function may be called from any thread; one lock covers the engine (see csrc/README.md for the
  * order of locks). On a backend with caller_blocks, acquire may wait for a copy; elsewhere only a copy from pageable
- * memory makes it wait (viking_engine_may_block). After a fork, the child gets STATE from all of them.
+ * memory makes it wait (viking_engine_may_block). A stream on which uses were released must live until a use on another
+ * stream has begun, or until the engine is closed: its fence may be recorded as late as that. After a fork, the child
+ * gets STATE from all of them.
  */
 #ifndef VIKING_CORE_ENGINE_H
 #define VIKING_CORE_ENGINE_H
