@@ -8,9 +8,15 @@
 #include <stdarg.h>
 #include <stdio.h>
 
+#if defined(_MSC_VER) && !defined(__clang__)
+#define THREAD_LOCAL __declspec(thread) /* that compiler knew it long before it knew C11's word */
+#else
+#define THREAD_LOCAL _Thread_local
+#endif
+
 #define DETAIL_BYTES 512
 
-static _Thread_local char detail[DETAIL_BYTES];
+static THREAD_LOCAL char detail[DETAIL_BYTES];
 
 viking_status viking_status_fail(viking_status code, const char *format, ...)
 {

@@ -10,17 +10,20 @@
 typedef enum viking_status {
     VIKING_BUSY = 1, /* nothing failed: try again after the next release by another thread */
     VIKING_OK = 0,
-    VIKING_ERROR_INVALID = -1,          /* an argument breaks the function's contract */
-    VIKING_ERROR_STATE = -2,            /* right arguments, wrong moment (closed, in use, after a fork) */
-    VIKING_ERROR_NO_HOST_MEMORY = -3,   /* host memory, pageable or pinned */
+    VIKING_ERROR_INVALID = -1, /* an argument breaks the function's contract */
+    VIKING_ERROR_STATE = -2, /* right arguments, wrong moment (closed, in use, after a fork) */
+    VIKING_ERROR_NO_HOST_MEMORY = -3, /* host memory, pageable or pinned */
     VIKING_ERROR_NO_DEVICE_MEMORY = -4, /* device memory */
-    VIKING_ERROR_BUDGET = -5,           /* the weights do not fit in the budget; the detail names the smallest that works */
-    VIKING_ERROR_UNSUPPORTED = -6,      /* the platform refuses it (no CUDA, pinning not allowed) */
-    VIKING_ERROR_DEVICE = -7,           /* a call on the device failed */
-    VIKING_ERROR_SYSTEM = -8            /* a call into the operating system failed */
+    VIKING_ERROR_BUDGET = -5, /* the weights do not fit in the budget; the detail names the smallest that works */
+    VIKING_ERROR_UNSUPPORTED = -6, /* the platform refuses it (no CUDA, pinning not allowed) */
+    VIKING_ERROR_DEVICE = -7, /* a call on the device failed */
+    VIKING_ERROR_SYSTEM = -8 /* a call into the operating system failed */
 } viking_status;
 
-#if defined(__GNUC__)
+#if defined(__MINGW32__) && !defined(__clang__)
+/* Plain `printf` means the formats of Windows' first C library there, which had no %zu. */
+#define VIKING_PRINTF(format_at, arguments_at) __attribute__((format(gnu_printf, format_at, arguments_at)))
+#elif defined(__GNUC__)
 #define VIKING_PRINTF(format_at, arguments_at) __attribute__((format(printf, format_at, arguments_at)))
 #else
 #define VIKING_PRINTF(format_at, arguments_at)

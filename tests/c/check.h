@@ -16,6 +16,16 @@
         }                                                                                                              \
     } while (0)
 
+/* Memory for a slab. Windows has no aligned_alloc, and its own memory of that kind is freed in its own way. */
+#ifdef _WIN32
+#include <malloc.h>
+#define ALIGNED_ALLOC(alignment, bytes) _aligned_malloc(bytes, alignment)
+#define ALIGNED_FREE(address) _aligned_free(address)
+#else
+#define ALIGNED_ALLOC(alignment, bytes) aligned_alloc(alignment, bytes)
+#define ALIGNED_FREE(address) free(address)
+#endif
+
 #define CHECK_OK(expression) CHECK((expression) == VIKING_OK)
 
 #define RUN(test)                                                                                                      \

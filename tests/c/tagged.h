@@ -152,7 +152,7 @@ static inline viking_status tagged_layout(tagged *t, uint64_t budget, viking_str
         return status;
     CHECK(bytes <= budget);
     if (t->slab == NULL) {
-        t->slab = aligned_alloc(VIKING_ALIGNMENT, tagged_total(t) + (TAGGED_WEIGHTS + 8u) * VIKING_ALIGNMENT);
+        t->slab = ALIGNED_ALLOC(VIKING_ALIGNMENT, tagged_total(t) + (TAGGED_WEIGHTS + 8u) * VIKING_ALIGNMENT);
         CHECK(t->slab != NULL);
     }
     return viking_engine_use_layout(t->engine, t->slab, stream);
@@ -192,7 +192,7 @@ static inline void tagged_free(tagged *t)
 {
     for (uint32_t w = 0; w < t->count; w++)
         viking_home_close(t->homes[w]);
-    free(t->slab);
+    ALIGNED_FREE(t->slab);
     free(t);
 }
 

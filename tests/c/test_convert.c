@@ -51,7 +51,7 @@ static uint16_t nearest(double value)
     double from_below = magnitude - (double)float_of(below << 16);
     double to_above = (above == 0x7f80 ? 0x1p128 : (double)float_of(above << 16)) - magnitude;
     uint32_t result = from_below < to_above || (from_below == to_above && below % 2 == 0) ? below : above;
-    return (uint16_t)(result | (signbit(value) ? 0x8000u : 0u));
+    return (uint16_t)(result | (copysign(1.0, value) < 0 ? 0x8000u : 0u));
 }
 
 static void scalar_fp32_is_the_nearest_ties_to_even(void)

@@ -171,7 +171,7 @@ static void the_slab_is_filled_after_its_last_tenant(void)
     tenant before = {.bytes = tagged_total(t)};
     viking_trace_init(&trace);
     sweep_weights(&trace, 4, 1000);
-    t->slab = aligned_alloc(VIKING_ALIGNMENT, before.bytes);
+    t->slab = ALIGNED_ALLOC(VIKING_ALIGNMENT, before.bytes);
     CHECK(t->slab != NULL);
     before.memory = t->slab;
     t->launch(t->backend->inner, t->streams[0], write_late, &before);

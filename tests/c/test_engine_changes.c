@@ -220,7 +220,7 @@ static void a_budget_may_change_in_mid_run(void)
         tagged_drain(t);
         CHECK_OK(viking_engine_drain_copies(t->engine));
         for (uint32_t i = 0; i < 5; i++)
-            free(old[i]);
+            ALIGNED_FREE(old[i]);
         tagged_close(t);
     }
 }
@@ -280,7 +280,7 @@ static void a_dropped_slab_is_not_touched(void)
         CHECK_OK(viking_engine_drop_slab(t->engine)); /* that layout is given up */
         CHECK(viking_engine_acquire(t->engine, 0, t->streams[0], &use) == VIKING_ERROR_STATE);
         CHECK(tagged_stats(t).slab_bytes == 0 && atomic_load(&t->runs) == runs);
-        free(t->slab);
+        ALIGNED_FREE(t->slab);
         t->slab = NULL;
         CHECK_OK(tagged_layout(t, tagged_budget(t, (uint32_t)seed % 9), tagged_stream(t)));
         walk(t);

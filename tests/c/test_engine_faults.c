@@ -83,7 +83,7 @@ static void drop_slab(fault_run *run)
 {
     if (failed(run, viking_engine_drop_slab(run->world->engine)))
         CHECK_OK(viking_engine_drop_slab(run->world->engine));
-    free(run->world->slab);
+    ALIGNED_FREE(run->world->slab);
     run->world->slab = NULL;
 }
 
