@@ -517,3 +517,59 @@ def test_attaching_in_the_middle_of_a_training_changes_nothing() -> None:
     mine = train(model, trained, 6, before_step=attach_at_step_2(model))
 
     assert_same(mine, train(*build(checkpointing="reentrant"), 6))
+
+
+# ---- under whatever context ----
+
+
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta"),
+                torch.enable_grad], ids=["no_grad", "inference_mode", "autocast", "default device", "enable_grad"])
+def test_attach_detach_and_the_first_uses_may_happen_in_any_context(context: Any) -> None:
+    model, trained = build(checkpointing="early stop")
+    with torch.inference_mode():
+        expected = model(inputs(0)).clone()
+    with context():
+        attach(model, 0.5)
+    with torch.inference_mode():
+        assert torch.equal(model(inputs(0)), expected)
+    mine = train(model, trained)
+    with context():
+        viking.detach(model)
+
+    fresh, its_trained = build(checkpointing="early stop")
+    assert_same(mine, train(fresh, its_trained))
+    assert_same(train(model, trained), train(fresh, its_trained))
+
+
+def test_a_part_may_be_called_without_its_root() -> None:
+    model, trained = build()
+    attach(model)
+
+    def step(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = m.leave(m.blocks[2](m.blocks[0](m.enter(x)))).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    assert_same(train(model, trained, step_with=step), train(*build(), step_with=step))
+
+
+def test_what_is_found_while_sampling_in_inference_mode_can_be_trained() -> None:
+    """A wrapped Linear that comes late, and a replaced weight, are taken in inside inference_mode."""
+    outcomes = []
+    for streamed in (True, False):
+        model, trained = build()
+        if streamed:
+            attach(model)
+        late = nn.Linear(64, 64, bias=False)
+        with torch.no_grad():
+            late.weight.copy_(model.leave.weight)
+        model.leave = late.requires_grad_(False)
+        model.enter.weight = nn.Parameter(model.enter.weight.detach().clone(), requires_grad=False)
+        with torch.inference_mode():
+            model(inputs(0))
+        model.enter.weight.requires_grad_(True)
+        model.leave.weight.requires_grad_(True)
+        outcomes.append(train(model, [*trained, model.enter.weight, model.leave.weight]))
+
+    assert_same(*outcomes)

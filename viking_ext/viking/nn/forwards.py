@@ -118,7 +118,7 @@ class _Apply:
         module = self.manager.module
         for child in module.children() if recurse else ():
             child._apply(fn)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for parameter in module._parameters.values():
                 if parameter is None:
                     continue

@@ -87,8 +87,10 @@ class MemoryManager:
             self.stop()
             raise
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _adopt(self, progress: Progress) -> None:
-        """Take in what is not managed yet."""
+        """Take in what is not managed yet. Whatever context this happens in, the tensors stay trainable."""
         verdicts = judge(self.module, self.ignored, self.process_device)
         self.reasons.update({v.name: v.reason for v in verdicts if v.reason})
         fresh = self._open_homes([v.module for v in verdicts if not v.reason])
@@ -229,6 +231,8 @@ class MemoryManager:
         with DeviceEngine.lock:
             self._rehome(manager)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _rehome(self, manager: LinearLayerMemoryManager) -> None:
         modules = self.weights[manager.weight].modules
         verdicts = [judge(m, self.ignored, self.process_device, whole=False)[0] for m in modules]
@@ -288,6 +292,8 @@ class MemoryManager:
 
     # ---- detach ----
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def stop(self) -> None:
         """Everything is as before attach, but that the weights' bytes may lie elsewhere in host memory."""
         _unwatch(self)

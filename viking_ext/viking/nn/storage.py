@@ -62,8 +62,9 @@ class Place:
     def over(self, base: torch.Tensor, base_offset: int) -> torch.Tensor:
         """The tensor over the bytes of `base` (uint8, 1-d), where the weight starts at `base_offset`."""
         start = base.storage_offset() + base_offset + self.segment.offset + self.offset
-        view = torch.empty(0, dtype=self.dtype, device=base.device)
-        return view.set_(base.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
+        with torch.inference_mode(False):
+            view = torch.empty(0, dtype=self.dtype, device=base.device)
+            return view.set_(base.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
 
 
 @dataclass
