@@ -1,1 +1,1 @@
-"""What other projects' code calls, and what it knows of theirs. Importing this package imports nothing."""
+"""Trainers that call into Viking: one package for each, with the functions that its patches call."""
