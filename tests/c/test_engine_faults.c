@@ -212,8 +212,36 @@ static void a_displaced_use_is_fenced_whatever_fails(void)
     }
 }
 
+/* A use ends on a stream that cannot become a reader: the caller waits for it itself. */
+static void a_release_without_a_reader_is_waited_for(void)
+{
+    static const uint64_t bytes[] = {1024, 1024, 1024, 1024};
+    for (uint64_t n = 0; n < 4; n++) {
+        tagged *t = tagged_open(NULL, 4, bytes, 2);
+        viking_acquired use;
+        viking_event *event = NULL;
+        CHECK_OK(tagged_layout(t, tagged_smallest(t), t->streams[0]));
+        CHECK_OK(tagged_acquire(t, 0, t->streams[0], &use));
+        CHECK_OK(t->backend->operations.event_open(&t->backend->base, false, &event));
+        CHECK_OK(t->backend->operations.event_record(&t->backend->base, event, t->streams[0]));
+        CHECK_OK(t->backend->operations.stream_wait(&t->backend->base, t->streams[1], event));
+        t->launch(t->backend->inner, t->streams[1], sleep_2_ms, NULL);
+        tagged_compute(t, 0, &use, t->streams[1]);
+        viking_host_fail_at(t->backend->inner, n, VIKING_ERROR_DEVICE);
+        viking_engine_release(t->engine, use.ticket, t->streams[1]);
+        viking_host_fail_at(t->backend->inner, 0, VIKING_OK);
+        for (uint32_t w = 1; w < 4; w++) {
+            CHECK_OK(tagged_acquire(t, w, t->streams[0], &use));
+            CHECK_OK(viking_engine_release(t->engine, use.ticket, t->streams[0]));
+        }
+        t->backend->operations.event_close(&t->backend->base, event);
+        tagged_close(t);
+    }
+}
+
 int main(void)
 {
+    RUN(a_release_without_a_reader_is_waited_for);
     RUN(a_displaced_use_is_fenced_whatever_fails);
     RUN(any_call_may_fail_once);
     return 0;

@@ -231,6 +231,8 @@ static void a_busy_thread_waits_for_a_release_by_another(void)
     CHECK_OK(tagged_acquire(t, 2, VIKING_STREAM_CALLER, &second));
     CHECK(atomic_load(&other.may_release));
     CHECK(t->engine->weights[2].uses == uses + 1); /* the busy attempts left no trace */
+    for (uint32_t i = 0; i < t->engine->slab.lease_count; i++)
+        CHECK(!t->engine->slab.leases[i].waiting);
     tagged_compute(t, 2, &second, VIKING_STREAM_CALLER);
     CHECK_OK(viking_engine_release(t->engine, second.ticket, VIKING_STREAM_CALLER));
     CHECK_OK(viking_engine_release(t->engine, first.ticket, VIKING_STREAM_CALLER));
