@@ -219,30 +219,13 @@ const viking_trace *viking_engine_main_path(const viking_engine *engine)
     return longest;
 }
 
-/* Ring addresses ascend in the order that the layout was made for, wrapping now and then: a path that visits them in
- * another order would be served better by a layout of its own. Only a longer path than the layout's is worth one, so
- * that a model whose order changes all the time does not move its weights all the time. */
-static bool out_of_order(const viking_engine *engine, const viking_trace *trace)
+/* A path clearly longer than the one that the layout was made for is worth a layout of its own: the first one, and a
+ * training step after sampling. Not each new path, so that a model whose order changes all the time does not move its
+ * weights all the time. */
+static bool outgrown(const viking_engine *engine, const viking_trace *trace)
 {
     const viking_map *map = engine->slab.map;
-    if (map == NULL || map->ring_bytes == 0 || trace->count <= engine->layout_path_uses)
-        return false;
-    uint64_t lost = 0;
-    uint64_t previous_end = 0;
-    uint64_t ring = map->ring_bytes;
-    for (uint32_t i = 0; i < trace->count; i++) {
-        uint32_t w = trace->uses[i].weight;
-        if (w >= map->count)
-            return true;
-        bool first = true;
-        for (uint32_t k = 0; k < i && first; k++)
-            first = trace->uses[k].weight != w;
-        if (!first || map->resident[w])
-            continue;
-        lost += (map->offsets[w] + ring - previous_end) % ring;
-        previous_end = map->offsets[w] + map->bytes[w];
-    }
-    return lost > ring;
+    return map != NULL && map->ring_bytes > 0 && 4 * (uint64_t)trace->count > 5 * (uint64_t)engine->layout_path_uses;
 }
 
 viking_status viking_engine_pass_begin(viking_engine *engine, uint64_t key, bool training, viking_stream stream,
@@ -261,7 +244,7 @@ viking_status viking_engine_pass_begin(viking_engine *engine, uint64_t key, bool
     if (had_uses)
         end_pass(engine, learned);
     if (learned != VIKING_NO_PATH)
-        *out_stale = out_of_order(engine, &engine->paths.paths[learned].trace);
+        *out_stale = outgrown(engine, &engine->paths.paths[learned].trace);
     if (!steady)
         viking_engine_look_again(engine);
     engine->training = training;

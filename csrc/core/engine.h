@@ -65,8 +65,8 @@ viking_status viking_engine_unpin(viking_engine *engine, uint32_t weight);
 
 /* ---- a step ---- */
 
-/* `key` names the root module and the grad mode. *out_stale: the order differs from the one that the layout was made
- * for, so that a new one would serve better. */
+/* `key` names the root module and the grad mode. *out_stale: a path became known that is clearly longer than
+ * the one the layout was made for, so that a new layout would serve better. */
 viking_status viking_engine_pass_begin(viking_engine *engine, uint64_t key, bool training, viking_stream stream,
                                        bool *out_stale);
 

@@ -260,7 +260,8 @@ static viking_status try_shares(search *self, uint64_t from, uint64_t to, uint32
     return VIKING_OK;
 }
 
-/* The largest share of residents that costs at most 1 % of time, at every scale, and of bytes. */
+/* The largest share of residents that costs at most 1 % of time, at every scale, and of bytes; where no share does, of
+ * those that lose least. */
 static candidate *choose(search *self)
 {
     candidate *chosen = NULL;
@@ -276,14 +277,16 @@ static candidate *choose(search *self)
             best[k] = one->period_ns[k] < best[k] ? one->period_ns[k] : best[k];
         }
     }
-    for (uint32_t i = 0; i < self->count; i++) {
-        candidate *one = &self->candidates[i];
-        bool good = (double)one->fetched_bytes <= (double)least * TOLERANCE;
-        for (uint32_t k = 0; k < self->scale_count; k++) {
-            good = good && (double)one->period_ns[k] <= (double)best[k] * TOLERANCE;
-        }
-        if (good && (chosen == NULL || one->resident_bytes > chosen->resident_bytes)) {
-            chosen = one;
+    for (double loss = TOLERANCE - 1.0; chosen == NULL && self->count > 0; loss *= 2.0) {
+        for (uint32_t i = 0; i < self->count; i++) {
+            candidate *one = &self->candidates[i];
+            bool good = (double)one->fetched_bytes <= (double)least * (1.0 + loss) + loss;
+            for (uint32_t k = 0; k < self->scale_count; k++) {
+                good = good && (double)one->period_ns[k] <= (double)best[k] * (1.0 + loss) + loss;
+            }
+            if (good && (chosen == NULL || one->resident_bytes > chosen->resident_bytes)) {
+                chosen = one;
+            }
         }
     }
     return chosen;
