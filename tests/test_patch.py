@@ -617,6 +617,16 @@ def test_git_applies_the_shipped_patches_and_agrees_with_us(shipped, tmp_path, n
     assert digest(theirs) == digest(ours)
 
 
+def test_an_ai_toolkit_that_chooses_the_dtype_itself_gets_the_other_patches(shipped, tmp_path, capsys):
+    root = trees.stock_tree(manifest.load("ai-toolkit"), tmp_path / "tree")
+    edit(root, "jobs/process/BaseSDTrainProcess.py", (b"dtype=torch.float32)", b"dtype=chosen_dtype)"))
+    assert main(["apply", "ai-toolkit", "--root", str(root)]) == 0
+    out = capsys.readouterr().out
+    assert "not needed: solved upstream: this version chooses the network's dtype itself" in out
+    assert "jobs/" not in out.splitlines()[-1]
+    assert "toolkit/network_mixins.py" in out.splitlines()[-1]
+
+
 def test_torch_is_found_without_being_imported(shipped):
     pytest.importorskip("torch")
     code = (
