@@ -109,6 +109,13 @@ static viking_status read_entry(const viking_profile *profile, const viking_prof
 viking_status viking_profile_read(const viking_profile *profile, viking_profile_span *spans, bool *out_ready)
 {
     *out_ready = !profile->running && profile->origin != NULL;
+    /* The origin's stream may be behind the copies that were queued after it. */
+    if (*out_ready) {
+        viking_status status =
+            profile->backend->operations->event_reached(profile->backend, profile->origin, out_ready);
+        if (status != VIKING_OK)
+            return status;
+    }
     for (uint32_t i = 0; *out_ready && i < profile->count; i++) {
         if (!profile->entries[i].ended) { /* its use failed between the two records */
             *out_ready = false;

@@ -97,6 +97,24 @@ static void a_profile_is_not_ready_before_its_stream_is(void)
     bench_close(&b);
 }
 
+/* Copies run ahead of the stream on which the profile starts. */
+static void a_profile_is_not_ready_before_its_origin_is(void)
+{
+    bench b = bench_open();
+    viking_profile_span span;
+    viking_stream copies = VIKING_STREAM_CALLER;
+    uint32_t index = 0;
+    CHECK_OK(viking_host_launch(b.backend->inner, b.stream, sleep_5_ms, NULL));
+    CHECK_OK(viking_profile_start(&b.profile, b.stream));
+    CHECK_OK(viking_profile_begin(&b.profile, VIKING_PROFILE_COPY, 0, copies, &index));
+    CHECK_OK(viking_profile_end(&b.profile, index, copies));
+    viking_profile_stop(&b.profile);
+    CHECK(!read_spans(&b, &span));
+    CHECK_OK(b.backend->operations.stream_drain(&b.backend->base, b.stream));
+    CHECK(read_spans(&b, &span));
+    bench_close(&b);
+}
+
 static void a_use_that_never_got_its_bytes_spoils_the_profile(void)
 {
     bench b = bench_open();
@@ -159,7 +177,7 @@ static void any_call_may_fail(void)
         viking_host_fail_at(b.backend->inner, 0, VIKING_OK);
         bench_close(&b);
     }
-    CHECK(n == 12);
+    CHECK(n == 13);
 }
 
 int main(void)
@@ -167,6 +185,7 @@ int main(void)
     RUN(nothing_is_measured_unless_it_runs);
     RUN(spans_follow_the_stream);
     RUN(a_profile_is_not_ready_before_its_stream_is);
+    RUN(a_profile_is_not_ready_before_its_origin_is);
     RUN(a_use_that_never_got_its_bytes_spoils_the_profile);
     RUN(events_are_made_once);
     RUN(any_call_may_fail);
