@@ -58,11 +58,15 @@ class _EmptyPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+# fmt: off
 MENTIONED = (
-    "albumentations", "av", "controlnet_aux", "cv2", "einops", "flatten_json", "hqq", "invisible_watermark",
-    "k_diffusion", "kornia", "librosa", "lpips", "lycoris", "matplotlib", "open_clip", "optimum", "oyaml", "pywt", "pytorch_wavelets",
-    "scipy", "soundfile", "timm", "torchao", "torchaudio", "torchcodec", "torchvision", "tensorboard",
-)  # fmt: skip
+    "albumentations", "av", "controlnet_aux", "cv2", "einops", "flatten_json",
+    "hqq", "invisible_watermark", "k_diffusion", "kornia", "librosa", "lpips",
+    "lycoris", "matplotlib", "open_clip", "optimum", "oyaml", "pytorch_wavelets",
+    "pywt", "scipy", "soundfile", "tensorboard", "timm", "torchao",
+    "torchaudio", "torchcodec", "torchvision",
+)
+# fmt: on
 
 
 def tree() -> Path | None:
