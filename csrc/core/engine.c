@@ -1,176 +1,12 @@
-/* A step: passes, uses, and the look-ahead that feeds them.
+/* A step: passes and uses.
  *
- * The look-ahead walks the predicted sequence of uses ahead of the real one, without a limit but one period. For each
- * use it asks: will the weight be there? If not, its copy is queued as soon as no use, in progress or foreseen
- * before it, needs the bytes that it overwrites; until then the look-ahead waits there, and each release lets it try
- * again. With fixed addresses this yields exactly the fetch list of plan.h on a path that repeats, and the right one
- * from any other contents: what an unforeseen use, an edit or another model's pass has left behind needs no repair.
- *
- * Whatever the prediction, a use itself only trusts `present`, which follows the copies that were really queued.
+ * Whatever the look-ahead foresees, a use itself only trusts `present`, which follows the copies that were really queued.
  */
 #include "engine.h"
 
 #include "engine_private.h"
 
 enum { PROFILE_INTERVAL = 32, PROFILE_FIRST = 3 };
-
-viking_status viking_engine_enter(viking_engine *engine)
-{
-    if (viking_os_forked())
-        return viking_status_fail(VIKING_ERROR_STATE,
-                                  "this process was forked from one that streams weights: the weights are not in the "
-                                  "child; do the model's work in the parent, or start workers with spawn");
-    viking_mutex_lock(engine->lock);
-    return VIKING_OK;
-}
-
-void viking_engine_leave(viking_engine *engine)
-{
-    viking_mutex_unlock(engine->lock);
-}
-
-viking_status viking_engine_known(const viking_engine *engine, uint32_t weight)
-{
-    if (weight >= engine->count || engine->weights[weight].home == NULL)
-        return viking_status_fail(VIKING_ERROR_STATE, "weight %u is not managed by this engine", weight);
-    return VIKING_OK;
-}
-
-bool viking_engine_may_block(const viking_engine *engine)
-{
-    return atomic_load_explicit(&engine->may_block, memory_order_relaxed);
-}
-
-/* The layout in force was made for this weight, and not for an earlier one of the same number. */
-static bool has_place(const viking_engine *engine, uint32_t weight)
-{
-    const viking_map *map = engine->slab.map;
-    return weight < map->count && engine->weights[weight].home != NULL &&
-           map->bytes[weight] == engine->weights[weight].bytes;
-}
-
-/* ---- copies ---- */
-
-static viking_status after_neighbours(viking_engine *engine, uint32_t weight)
-{
-    const viking_map *map = engine->slab.map;
-    for (uint32_t i = map->neighbour_begin[weight]; i < map->neighbour_begin[weight + 1]; i++) {
-        viking_status status = viking_queue_after(&engine->queue, &engine->weights[map->neighbours[i]].fence);
-        if (status != VIKING_OK)
-            return status;
-    }
-    return viking_queue_after(&engine->queue, &engine->weights[weight].fence);
-}
-
-static viking_status after_range(viking_engine *engine, uint64_t offset, uint64_t bytes)
-{
-    for (uint32_t w = 0; w < engine->slab.map->count; w++) {
-        if (!viking_slab_intersects(&engine->slab, w, offset, bytes))
-            continue;
-        viking_status status = viking_queue_after(&engine->queue, &engine->weights[w].fence);
-        if (status != VIKING_OK)
-            return status;
-    }
-    return VIKING_OK;
-}
-
-/* `weight` is overwritten. True if the look-ahead had counted on it. */
-static bool evict(viking_engine *engine, uint32_t weight)
-{
-    bool counted_on = engine->slab.present[weight] && engine->weights[weight].foreseen > engine->position;
-    engine->slab.present[weight] = false;
-    return counted_on;
-}
-
-/* Queue the copy of a weight to its own address, or to another one (a displaced use). Nothing in progress is in the
- * way. *out_upset: the look-ahead counted on something that is gone now. */
-static viking_status fetch(viking_engine *engine, uint32_t weight, uint64_t offset, bool *out_upset)
-{
-    viking_weight *self = &engine->weights[weight];
-    const viking_map *map = engine->slab.map;
-    bool displaced = offset != map->offsets[weight];
-    viking_status status =
-        displaced ? after_range(engine, offset, self->bytes) : after_neighbours(engine, weight);
-    if (status != VIKING_OK)
-        return status;
-    *out_upset = false;
-    if (displaced) {
-        for (uint32_t w = 0; w < map->count; w++)
-            if (viking_slab_intersects(&engine->slab, w, offset, self->bytes))
-                *out_upset |= evict(engine, w);
-    } else {
-        for (uint32_t i = map->neighbour_begin[weight]; i < map->neighbour_begin[weight + 1]; i++)
-            *out_upset |= evict(engine, map->neighbours[i]);
-    }
-    uint32_t span = UINT32_MAX;
-    status = viking_profile_begin(&engine->profile, VIKING_PROFILE_COPY, weight, engine->queue.stream, &span);
-    if (status == VIKING_OK)
-        status = viking_queue_copy(&engine->queue, &self->fence, engine->slab.base + offset, self->home->address,
-                                   self->bytes);
-    if (status == VIKING_OK)
-        status = viking_profile_end(&engine->profile, span, engine->queue.stream);
-    if (status != VIKING_OK)
-        return status;
-    engine->slab.present[weight] = !displaced;
-    self->fetches++;
-    engine->pass_fetched += self->bytes;
-    engine->total_fetched += self->bytes;
-    if (map->resident[weight])
-        viking_engine_update_may_block(engine);
-    return VIKING_OK;
-}
-
-/* ---- the look-ahead ---- */
-
-void viking_engine_look_again(viking_engine *engine)
-{
-    for (uint32_t w = 0; w < engine->count; w++)
-        if (engine->weights[w].foreseen > engine->position)
-            engine->weights[w].foreseen = 0;
-    engine->ahead = engine->paths.expected;
-    engine->ahead_position = engine->position;
-}
-
-/* Bytes that a fetch of the weight would overwrite are needed by a use in progress or by one foreseen earlier. */
-static bool gate_is_shut(const viking_engine *engine, uint32_t weight)
-{
-    const viking_map *map = engine->slab.map;
-    for (uint32_t i = map->neighbour_begin[weight]; i < map->neighbour_begin[weight + 1]; i++)
-        if (engine->weights[map->neighbours[i]].foreseen > engine->position)
-            return true;
-    return viking_slab_blocked(&engine->slab, weight);
-}
-
-static uint64_t horizon(const viking_engine *engine)
-{
-    uint32_t path = engine->paths.expected.path;
-    return path == VIKING_NO_PATH ? 0 : engine->paths.paths[path].trace.count;
-}
-
-static viking_status look_ahead(viking_engine *engine)
-{
-    if (engine->slab.base == NULL)
-        return VIKING_OK;
-    uint64_t limit = engine->position + horizon(engine);
-    while (engine->ahead_position < limit) {
-        viking_cursor next = engine->ahead;
-        const viking_use *use = viking_paths_next(&engine->paths, &next);
-        if (use == NULL || !has_place(engine, use->weight))
-            return VIKING_OK;
-        if (!engine->slab.present[use->weight]) {
-            if (gate_is_shut(engine, use->weight))
-                return VIKING_OK;
-            bool upset = false;
-            viking_status status = fetch(engine, use->weight, engine->slab.map->offsets[use->weight], &upset);
-            if (status != VIKING_OK)
-                return status;
-        }
-        engine->weights[use->weight].foreseen = engine->ahead_position + 1;
-        engine->ahead = next;
-        engine->ahead_position++;
-    }
-    return VIKING_OK;
-}
 
 /* ---- passes ---- */
 
@@ -255,7 +91,7 @@ viking_status viking_engine_pass_begin(viking_engine *engine, uint64_t key, bool
         engine->profiled = false;
     }
     if (status == VIKING_OK)
-        status = look_ahead(engine);
+        status = viking_engine_look_ahead(engine);
 done:
     viking_engine_leave(engine);
     return status;
@@ -281,7 +117,7 @@ static viking_status fetch_on_demand(viking_engine *engine, uint32_t weight, uin
             return status;
     }
     bool upset = false;
-    viking_status status = fetch(engine, weight, *out_offset, &upset);
+    viking_status status = viking_engine_fetch(engine, weight, *out_offset, &upset);
     if (status != VIKING_OK)
         return status;
     engine->demand_fetches++;
@@ -303,9 +139,11 @@ static viking_status usable(const viking_engine *engine, uint32_t weight)
         return status;
     if (between_slabs(engine))
         return VIKING_BUSY;
-    if (engine->slab.base == NULL || !has_place(engine, weight))
-        return viking_status_fail(VIKING_ERROR_STATE, "weight %u has no place on the device yet: its engine is without "
-                                                      "a layout, or was given the weight after its last one", weight);
+    if (engine->slab.base == NULL || !viking_engine_has_place(engine, weight))
+        return viking_status_fail(VIKING_ERROR_STATE,
+                                  "weight %u has no place on the device yet: its engine is without "
+                                  "a layout, or was given the weight after its last one",
+                                  weight);
     return VIKING_OK;
 }
 
@@ -440,7 +278,7 @@ viking_status viking_engine_release(viking_engine *engine, uint64_t ticket, viki
         status = status == VIKING_OK ? left : status;
     }
     if (status == VIKING_OK)
-        status = look_ahead(engine);
+        status = viking_engine_look_ahead(engine);
 done:
     viking_engine_leave(engine);
     return status;

@@ -19,8 +19,8 @@
 #define VIKING_CORE_ENGINE_H
 
 #include "home.h"
-#include "profile.h"
 #include "plan.h"
+#include "profile.h"
 
 typedef struct viking_engine viking_engine;
 
@@ -72,14 +72,13 @@ viking_status viking_engine_pass_begin(viking_engine *engine, uint64_t key, bool
 
 typedef struct viking_acquired {
     uint64_t ticket; /* for release */
-    void *address;   /* of the bytes on the device */
+    void *address; /* of the bytes on the device */
     uint64_t layout; /* changes when addresses may have: what is cached per address is void then */
 } viking_acquired;
 
 /* BUSY: the uses of other threads leave no room, or one of them replaces the slab just now; try again after
  * viking_engine_wait_release. */
-viking_status viking_engine_acquire(viking_engine *engine, uint32_t weight, viking_stream stream,
-                                    viking_acquired *out);
+viking_status viking_engine_acquire(viking_engine *engine, uint32_t weight, viking_stream stream, viking_acquired *out);
 viking_status viking_engine_release(viking_engine *engine, uint64_t ticket, viking_stream stream);
 /* Wait until some use of another thread ends, or the slab is there; returns at once where neither is due. BUDGET: all of these threads wait,
  * too, so nothing would ever end. */
@@ -107,17 +106,17 @@ typedef struct viking_engine_stats {
     uint64_t ring_bytes;
     uint64_t resident_bytes;
     uint64_t streamed_bytes;
-    uint64_t pinned_bytes;   /* locked pages */
-    uint64_t staged_bytes;   /* streamed from pageable memory */
-    uint64_t passes;         /* complete ones */
-    uint64_t steps;          /* complete ones in training */
-    uint64_t layouts;        /* put into force */
+    uint64_t pinned_bytes; /* locked pages */
+    uint64_t staged_bytes; /* streamed from pageable memory */
+    uint64_t passes; /* complete ones */
+    uint64_t steps; /* complete ones in training */
+    uint64_t layouts; /* put into force */
     uint64_t demand_fetches; /* copies that a use had to wait for from their start */
-    uint64_t fetched_bytes;  /* of the last complete pass in training */
-    uint64_t written_bytes;  /* likewise */
-    uint64_t floor_bytes;    /* what its trace must fetch at least with this slab */
+    uint64_t fetched_bytes; /* of the last complete pass in training */
+    uint64_t written_bytes; /* likewise */
+    uint64_t floor_bytes; /* what its trace must fetch at least with this slab */
     uint64_t total_fetched_bytes;
-    uint64_t stall_ns;       /* of the last profiled pass; 0 before */
+    uint64_t stall_ns; /* of the last profiled pass; 0 before */
     uint32_t paths;
     uint32_t readers;
 } viking_engine_stats;

@@ -1,4 +1,5 @@
-/* The engine's own struct, shared by engine.c (a step), engine_weights.c (weights and layout) and stats.c. */
+/* The engine's own struct, shared by engine.c (a step), lookahead.c (its copies), engine_weights.c
+ * (life, weights, layout) and stats.c. */
 #ifndef VIKING_CORE_ENGINE_PRIVATE_H
 #define VIKING_CORE_ENGINE_PRIVATE_H
 
@@ -68,11 +69,23 @@ void viking_engine_leave(viking_engine *engine);
 /* STATE unless it is a weight. The lock is held. */
 viking_status viking_engine_known(const viking_engine *engine, uint32_t weight);
 
-/* The look-ahead starts anew from the next expected use. The lock is held. */
-void viking_engine_look_again(viking_engine *engine);
+/* ---- lookahead.c; the lock is held ---- */
 
-/* may_block follows from what is pageable and may still be fetched. The lock is held. */
+/* The layout in force was made for this weight, and not for an earlier one of the same number. */
+bool viking_engine_has_place(const viking_engine *engine, uint32_t weight);
+bool viking_engine_is_resident(const viking_engine *engine, uint32_t weight);
+
+/* may_block follows from what is pageable and may still be fetched. */
 void viking_engine_update_may_block(viking_engine *engine);
+
+/* Queue the copy of a weight to its own address, or to another one (a displaced use). Nothing in progress is in the
+ * way. *out_upset: the look-ahead counted on something that is gone now. */
+viking_status viking_engine_fetch(viking_engine *engine, uint32_t weight, uint64_t offset, bool *out_upset);
+
+/* Start anew from the next expected use. */
+void viking_engine_look_again(viking_engine *engine);
+/* Queue all copies whose gates are open. */
+viking_status viking_engine_look_ahead(viking_engine *engine);
 
 /* The path that layouts are made for; NULL before one is known. */
 const viking_trace *viking_engine_main_path(const viking_engine *engine);

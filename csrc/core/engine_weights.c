@@ -1,4 +1,4 @@
-/* The engine's weights, and where a budget puts them. */
+/* An engine's life, its weights, and where a budget puts them. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,6 +9,28 @@
  * budget gets the same layout every time. */
 static const viking_link assumed_link = {.bytes_per_second = UINT64_C(50000000000), .latency_ns = 8000};
 static const double assumed_scales[] = {0.5, 1.0, 2.0};
+
+viking_status viking_engine_enter(viking_engine *engine)
+{
+    if (viking_os_forked())
+        return viking_status_fail(VIKING_ERROR_STATE,
+                                  "this process was forked from one that streams weights: the weights are not in the "
+                                  "child; do the model's work in the parent, or start workers with spawn");
+    viking_mutex_lock(engine->lock);
+    return VIKING_OK;
+}
+
+void viking_engine_leave(viking_engine *engine)
+{
+    viking_mutex_unlock(engine->lock);
+}
+
+viking_status viking_engine_known(const viking_engine *engine, uint32_t weight)
+{
+    if (weight >= engine->count || engine->weights[weight].home == NULL)
+        return viking_status_fail(VIKING_ERROR_STATE, "weight %u is not managed by this engine", weight);
+    return VIKING_OK;
+}
 
 viking_status viking_engine_open(viking_backend *backend, viking_engine **out)
 {
@@ -268,7 +290,8 @@ static viking_status await_uses(viking_engine *engine, const char *what)
     while (engine->slab.lease_count > 0) {
         for (uint32_t i = 0; i < engine->slab.lease_count; i++)
             if (engine->slab.leases[i].thread == thread)
-                return viking_status_fail(VIKING_ERROR_STATE, "%u weights are in use: %s", engine->slab.lease_count, what);
+                return viking_status_fail(VIKING_ERROR_STATE, "%u weights are in use: %s", engine->slab.lease_count,
+                                          what);
         viking_condition_wait(engine->released, engine->lock);
     }
     return VIKING_OK;
@@ -281,8 +304,10 @@ viking_status viking_engine_use_layout(viking_engine *engine, void *base, viking
         return status;
     status = await_uses(engine, "their addresses cannot change now");
     if (status == VIKING_OK && (engine->next_map == NULL || (uintptr_t)base % VIKING_ALIGNMENT != 0))
-        status = viking_status_fail(VIKING_ERROR_INVALID, "a layout needs to be found first, and a slab that starts at a "
-                                                          "multiple of %u bytes", VIKING_ALIGNMENT);
+        status = viking_status_fail(VIKING_ERROR_INVALID,
+                                    "a layout needs to be found first, and a slab that starts at a "
+                                    "multiple of %u bytes",
+                                    VIKING_ALIGNMENT);
     /* Weights may move over bytes that work in flight still reads. */
     if (status == VIKING_OK)
         status = viking_queue_after_all(&engine->queue);
@@ -332,23 +357,6 @@ done:
 
 /* ---- pinning ---- */
 
-static bool is_resident(const viking_engine *engine, uint32_t weight)
-{
-    const viking_map *map = engine->slab.map;
-    return map != NULL && weight < map->count && map->resident[weight];
-}
-
-void viking_engine_update_may_block(viking_engine *engine)
-{
-    bool may = engine->backend->operations->caller_blocks;
-    for (uint32_t w = 0; w < engine->count && !may; w++) {
-        const viking_weight *self = &engine->weights[w];
-        bool settled = is_resident(engine, w) && engine->slab.present[w];
-        may = self->home != NULL && self->home->pinned_by == NULL && !settled;
-    }
-    atomic_store_explicit(&engine->may_block, may, memory_order_relaxed);
-}
-
 viking_status viking_engine_pin(viking_engine *engine, uint32_t weight)
 {
     viking_status status = viking_engine_enter(engine);
@@ -358,7 +366,7 @@ viking_status viking_engine_pin(viking_engine *engine, uint32_t weight)
     if (status != VIKING_OK)
         goto done;
     viking_home *home = engine->weights[weight].home;
-    if (!is_resident(engine, weight)) {
+    if (!viking_engine_is_resident(engine, weight)) {
         status = viking_home_pin(home, engine->backend);
     } else if (home->pinned_by != NULL) {
         status = viking_queue_drain_copies(&engine->queue);

@@ -48,8 +48,8 @@ void viking_home_close(viking_home *home)
 viking_status viking_home_fill(viking_home *home, size_t offset, const void *source, size_t bytes)
 {
     if (offset > home->bytes || bytes > home->bytes - offset)
-        return viking_status_fail(VIKING_ERROR_INVALID, "%zu bytes at offset %zu do not fit in a home of %zu bytes", bytes,
-                                  offset, home->bytes);
+        return viking_status_fail(VIKING_ERROR_INVALID, "%zu bytes at offset %zu do not fit in a home of %zu bytes",
+                                  bytes, offset, home->bytes);
     viking_parallel_copy((char *)home->address + offset, source, bytes, 0);
     return VIKING_OK;
 }

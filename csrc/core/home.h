@@ -11,7 +11,7 @@
 
 typedef struct viking_home {
     void *address; /* page aligned */
-    size_t bytes;  /* what was asked for; the mapping is whole pages */
+    size_t bytes; /* what was asked for; the mapping is whole pages */
     viking_backend *pinned_by; /* NULL: pageable */
 } viking_home;
 

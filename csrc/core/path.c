@@ -48,7 +48,8 @@ static uint32_t vacant(viking_paths *paths)
         return paths->count;
     uint32_t oldest = VIKING_NO_PATH;
     for (uint32_t i = 0; i < paths->count; i++)
-        if (i != paths->previous && (oldest == VIKING_NO_PATH || paths->paths[i].last_pass < paths->paths[oldest].last_pass))
+        if (i != paths->previous &&
+            (oldest == VIKING_NO_PATH || paths->paths[i].last_pass < paths->paths[oldest].last_pass))
             oldest = i;
     for (uint32_t i = 0; i < paths->count; i++)
         if (paths->paths[i].next == oldest)

@@ -20,8 +20,8 @@
 typedef struct viking_path {
     uint64_t key;
     viking_trace trace;
-    uint32_t next;      /* the path that followed it the last time, or VIKING_NO_PATH */
-    uint32_t hits;      /* passes that took it */
+    uint32_t next; /* the path that followed it the last time, or VIKING_NO_PATH */
+    uint32_t hits; /* passes that took it */
     uint64_t last_pass; /* the latest of them */
 } viking_path;
 
@@ -35,15 +35,15 @@ typedef struct viking_paths {
     viking_path paths[VIKING_PATH_LIMIT];
     uint32_t count;
 
-    uint64_t pass;     /* number of the pass under way; 0 before the first */
-    uint64_t key;      /* of it */
+    uint64_t pass; /* number of the pass under way; 0 before the first */
+    uint64_t key; /* of it */
     uint32_t previous; /* path of the pass before */
-    uint32_t uses;     /* of this pass so far */
+    uint32_t uses; /* of this pass so far */
 
     viking_cursor expected; /* the next use */
-    bool clean;             /* this pass has followed expected.path from its start */
-    viking_trace seen;      /* what this pass used */
-    viking_cursor resume;   /* lost: where on which path to look for the next use */
+    bool clean; /* this pass has followed expected.path from its start */
+    viking_trace seen; /* what this pass used */
+    viking_cursor resume; /* lost: where on which path to look for the next use */
 } viking_paths;
 
 void viking_paths_init(viking_paths *paths);

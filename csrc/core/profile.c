@@ -121,8 +121,7 @@ viking_status viking_profile_read(const viking_profile *profile, viking_profile_
             *out_ready = false;
             return VIKING_OK;
         }
-        viking_status status =
-            read_entry(profile, &profile->entries[i], spans == NULL ? NULL : &spans[i], out_ready);
+        viking_status status = read_entry(profile, &profile->entries[i], spans == NULL ? NULL : &spans[i], out_ready);
         if (status != VIKING_OK)
             return status;
     }

@@ -13,7 +13,7 @@ typedef enum viking_profile_kind { VIKING_PROFILE_USE, VIKING_PROFILE_COPY } vik
 
 typedef struct viking_profile_span {
     uint64_t begin_ns; /* from the start of the profile. A use: its stream starts to wait */
-    uint64_t end_ns;   /* a use: its bytes are there, computing starts */
+    uint64_t end_ns; /* a use: its bytes are there, computing starts */
     uint32_t weight;
     uint32_t kind;
 } viking_profile_span;

@@ -63,8 +63,7 @@ static viking_status wait_for(viking_queue *queue, viking_reader *reader, uint64
             return status;
     }
     if (!dropped(FENCE_FREE)) {
-        viking_status status =
-            queue->backend->operations->stream_wait(queue->backend, queue->stream, reader->fence);
+        viking_status status = queue->backend->operations->stream_wait(queue->backend, queue->stream, reader->fence);
         if (status != VIKING_OK)
             return status;
     }
@@ -126,8 +125,11 @@ viking_status viking_queue_reader(viking_queue *queue, viking_stream stream, uin
             return status;
         fence = queue->readers[index].fence;
     }
-    queue->readers[index] = (viking_reader){.stream = stream, .thread = thread, .fence = fence,
-                                            .fence_release = queue->releases, .queued_release = queue->releases};
+    queue->readers[index] = (viking_reader){.stream = stream,
+                                            .thread = thread,
+                                            .fence = fence,
+                                            .fence_release = queue->releases,
+                                            .queued_release = queue->releases};
     *out = index;
     return VIKING_OK;
 }
@@ -145,8 +147,7 @@ viking_status viking_queue_await(viking_queue *queue, uint32_t reader, const vik
     if (queue->backend->operations->caller_blocks && self->stream == VIKING_STREAM_CALLER) {
         *out_blocking = true;
     } else {
-        viking_status status =
-            queue->backend->operations->stream_wait(queue->backend, self->stream, fence->ready);
+        viking_status status = queue->backend->operations->stream_wait(queue->backend, self->stream, fence->ready);
         if (status != VIKING_OK)
             return status;
     }
@@ -180,8 +181,7 @@ viking_status viking_queue_after(viking_queue *queue, viking_fence *fence)
             index++;
         viking_reader *reader = &queue->readers[index];
         /* The latest release of the span may be another reader's: this one's own are all there is to wait for. */
-        uint64_t release =
-            fence->last_release < reader->last_release ? fence->last_release : reader->last_release;
+        uint64_t release = fence->last_release < reader->last_release ? fence->last_release : reader->last_release;
         viking_status status = wait_for(queue, reader, release);
         if (status != VIKING_OK)
             return status;
@@ -218,8 +218,7 @@ viking_status viking_queue_copy(viking_queue *queue, viking_fence *fence, void *
                                 size_t bytes)
 {
     const viking_backend_operations *ops = queue->backend->operations;
-    viking_status status =
-        ops->copy(queue->backend, VIKING_COPY_TO_DEVICE, destination, source, bytes, queue->stream);
+    viking_status status = ops->copy(queue->backend, VIKING_COPY_TO_DEVICE, destination, source, bytes, queue->stream);
     if (status == VIKING_OK)
         status = ops->event_record(queue->backend, fence->ready, queue->stream);
     if (status == VIKING_OK)

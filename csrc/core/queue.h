@@ -21,20 +21,20 @@
 
 typedef struct viking_reader {
     viking_stream stream;
-    uintptr_t thread;        /* tells callers apart where VIKING_STREAM_CALLER is the calling thread; else 0 */
-    viking_event *fence;     /* recorded on its stream */
-    uint64_t awaited_copy;   /* this reader has waited for all copies up to this one */
-    uint64_t last_release;   /* the latest release on it */
-    uint64_t fence_release;  /* `fence` covers all releases on it up to this one */
+    uintptr_t thread; /* tells callers apart where VIKING_STREAM_CALLER is the calling thread; else 0 */
+    viking_event *fence; /* recorded on its stream */
+    uint64_t awaited_copy; /* this reader has waited for all copies up to this one */
+    uint64_t last_release; /* the latest release on it */
+    uint64_t fence_release; /* `fence` covers all releases on it up to this one */
     uint64_t queued_release; /* the copy queue has waited for all its releases up to this one */
 } viking_reader;
 
 /* One per weight: what the copy queue and the readers must know of its span. */
 typedef struct viking_fence {
-    viking_event *ready;   /* recorded after the copy that brought the bytes */
-    uint64_t copy;         /* number of that copy; 0: never copied */
+    viking_event *ready; /* recorded after the copy that brought the bytes */
+    uint64_t copy; /* number of that copy; 0: never copied */
     uint64_t last_release; /* number of the latest release of the span */
-    uint64_t readers;      /* bit r: reader r has released it since the copy queue last waited for it */
+    uint64_t readers; /* bit r: reader r has released it since the copy queue last waited for it */
 } viking_fence;
 
 typedef struct viking_queue {
@@ -42,7 +42,7 @@ typedef struct viking_queue {
     viking_stream stream;
     viking_reader readers[VIKING_READER_LIMIT];
     uint32_t reader_count;
-    uint64_t copies;   /* queued so far */
+    uint64_t copies; /* queued so far */
     uint64_t releases; /* so far */
 } viking_queue;
 

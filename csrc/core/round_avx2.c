@@ -37,11 +37,10 @@ TARGET void viking_round_avx2(uint16_t *destination, const float *source, size_t
                               uint32_t index)
 {
     const lanes_key lanes = {_mm256_set1_epi32((int)key.inner), _mm256_set1_epi32((int)VIKING_ROUND_FIRST),
-                             _mm256_set1_epi32((int)VIKING_ROUND_SECOND),
-                             _mm256_set1_epi32((int)VIKING_ROUND_THIRD)};
+                             _mm256_set1_epi32((int)VIKING_ROUND_SECOND), _mm256_set1_epi32((int)VIKING_ROUND_THIRD)};
     const __m256i step = _mm256_set1_epi32(8);
-    __m256i low_x = _mm256_add_epi32(_mm256_set1_epi32((int)(index + key.offset)),
-                                     _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    __m256i low_x =
+        _mm256_add_epi32(_mm256_set1_epi32((int)(index + key.offset)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     size_t i = 0;
     for (; i + 16 <= count; i += 16) {
         __m256i high_x = _mm256_add_epi32(low_x, step);

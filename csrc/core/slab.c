@@ -22,8 +22,8 @@ viking_status viking_slab_adopt(viking_slab *slab, viking_map *map, bool keep)
     if (present == NULL)
         return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no host memory for a slab of %u weights", map->count);
     for (uint32_t w = 0; keep && slab->map != NULL && w < map->count && w < slab->map->count; w++)
-        present[w] = slab->present[w] && slab->map->offsets[w] == map->offsets[w] &&
-                     slab->map->bytes[w] == map->bytes[w];
+        present[w] =
+            slab->present[w] && slab->map->offsets[w] == map->offsets[w] && slab->map->bytes[w] == map->bytes[w];
     viking_map_free(slab->map);
     free(slab->present);
     slab->map = map;
@@ -143,8 +143,11 @@ viking_status viking_slab_reserve(viking_slab *slab)
 viking_lease *viking_slab_acquire(viking_slab *slab, uint32_t weight, uint64_t offset, uintptr_t thread)
 {
     viking_lease *lease = &slab->leases[slab->lease_count++];
-    *lease = (viking_lease){.ticket = ++slab->last_ticket, .offset = offset, .bytes = slab->map->bytes[weight],
-                            .thread = thread, .weight = weight,
+    *lease = (viking_lease){.ticket = ++slab->last_ticket,
+                            .offset = offset,
+                            .bytes = slab->map->bytes[weight],
+                            .thread = thread,
+                            .weight = weight,
                             .displaced = offset != slab->map->offsets[weight]};
     return lease;
 }

@@ -12,7 +12,7 @@
 /* A use in progress. */
 typedef struct viking_lease {
     uint64_t ticket; /* names it; never 0 */
-    uint64_t pass;   /* in which it began */
+    uint64_t pass; /* in which it began */
     uint64_t offset; /* of its bytes in the slab */
     uint64_t bytes;
     uintptr_t thread;
@@ -25,8 +25,8 @@ typedef struct viking_lease {
 
 typedef struct viking_slab {
     unsigned char *base; /* NULL: no slab */
-    viking_map *map;     /* owned; NULL: no layout yet */
-    bool *present;       /* [map->count] the weight is at its own address */
+    viking_map *map; /* owned; NULL: no layout yet */
+    bool *present; /* [map->count] the weight is at its own address */
     viking_lease *leases;
     uint32_t lease_count;
     uint32_t lease_capacity;

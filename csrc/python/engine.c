@@ -16,11 +16,10 @@
 #include "tensor.h"
 
 typedef struct engine_object {
-    PyObject_HEAD
-    viking_engine *engine;   /* NULL: closed */
+    PyObject_HEAD viking_engine *engine; /* NULL: closed */
     viking_backend *backend; /* owned by the engine */
-    PyObject *homes;         /* dict: weight -> Home */
-    PyObject *tensor_type;   /* whose current stream counts; NULL on the host backend */
+    PyObject *homes; /* dict: weight -> Home */
+    PyObject *tensor_type; /* whose current stream counts; NULL on the host backend */
     int index;
 } engine_object;
 
@@ -172,8 +171,9 @@ static PyObject *engine_close(PyObject *object, PyObject *unused)
 
 /* ---- weights ---- */
 
-PyDoc_STRVAR(add_doc, "add(home, nbytes) -> int\n--\n\nA weight of nbytes in a Home, which the engine keeps alive until "
-                      "it is removed. It can be used after the next layout.");
+PyDoc_STRVAR(add_doc,
+             "add(home, nbytes) -> int\n--\n\nA weight of nbytes in a Home, which the engine keeps alive until "
+             "it is removed. It can be used after the next layout.");
 
 static PyObject *engine_add(PyObject *object, PyObject *args)
 {
@@ -230,8 +230,9 @@ static PyObject *engine_invalidate(PyObject *object, PyObject *weight)
     return for_weight(object, weight, viking_engine_invalidate);
 }
 
-PyDoc_STRVAR(pin_doc, "pin(weight)\n--\n\nPin the home of a streamed weight, unpin that of a resident one. RuntimeError "
-                      "or MemoryError where the system refuses; the weight is streamed from pageable memory then.");
+PyDoc_STRVAR(pin_doc,
+             "pin(weight)\n--\n\nPin the home of a streamed weight, unpin that of a resident one. RuntimeError "
+             "or MemoryError where the system refuses; the weight is streamed from pageable memory then.");
 
 static PyObject *engine_pin(PyObject *object, PyObject *weight)
 {
@@ -268,8 +269,9 @@ static PyObject *engine_drain(PyObject *object, PyObject *unused)
 
 /* ---- layout ---- */
 
-PyDoc_STRVAR(layout_doc, "layout(budget) -> int\n--\n\nFind addresses under a budget in bytes; the size of the slab that "
-                         "they need. Nothing changes yet. ValueError names the smallest budget that works.");
+PyDoc_STRVAR(layout_doc,
+             "layout(budget) -> int\n--\n\nFind addresses under a budget in bytes; the size of the slab that "
+             "they need. Nothing changes yet. ValueError names the smallest budget that works.");
 
 static PyObject *engine_layout(PyObject *object, PyObject *argument)
 {
@@ -357,8 +359,9 @@ static PyObject *engine_pass_begin(PyObject *object, PyObject *args)
     return status == VIKING_OK ? PyBool_FromLong(stale) : viking_py_raise(status);
 }
 
-PyDoc_STRVAR(acquire_doc, "acquire(weight) -> (ticket, address)\n--\n\nThe weight's bytes are at the device address for "
-                          "work queued on the current stream until release(ticket).");
+PyDoc_STRVAR(acquire_doc,
+             "acquire(weight) -> (ticket, address)\n--\n\nThe weight's bytes are at the device address for "
+             "work queued on the current stream until release(ticket).");
 
 static PyObject *engine_acquire(PyObject *object, PyObject *argument)
 {
@@ -389,7 +392,8 @@ static PyObject *engine_release(PyObject *object, PyObject *argument)
 
 /* ---- what happened ---- */
 
-PyDoc_STRVAR(stats_doc, "stats() -> dict\n--\n\nCounters of the engine: bytes and ns; see viking.stats for their meaning.");
+PyDoc_STRVAR(stats_doc,
+             "stats() -> dict\n--\n\nCounters of the engine: bytes and ns; see viking.stats for their meaning.");
 
 static PyObject *engine_stats(PyObject *object, PyObject *unused)
 {
@@ -402,15 +406,15 @@ static PyObject *engine_stats(PyObject *object, PyObject *unused)
     if (status != VIKING_OK)
         return viking_py_raise(status);
     typedef unsigned long long number;
-    return Py_BuildValue(
-        "{sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sI,sI}", "budget_bytes", (number)s.budget_bytes, "slab_bytes",
-        (number)s.slab_bytes, "ring_bytes", (number)s.ring_bytes, "resident_bytes", (number)s.resident_bytes,
-        "streamed_bytes", (number)s.streamed_bytes, "pinned_bytes", (number)s.pinned_bytes, "staged_bytes",
-        (number)s.staged_bytes, "passes", (number)s.passes, "steps", (number)s.steps, "layouts", (number)s.layouts,
-        "demand_fetches", (number)s.demand_fetches, "fetched_bytes", (number)s.fetched_bytes, "written_bytes",
-        (number)s.written_bytes, "floor_bytes", (number)s.floor_bytes, "total_fetched_bytes",
-        (number)s.total_fetched_bytes, "stall_ns", (number)s.stall_ns, "paths", (unsigned)s.paths, "readers",
-        (unsigned)s.readers);
+    return Py_BuildValue("{sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sI,sI}", "budget_bytes",
+                         (number)s.budget_bytes, "slab_bytes", (number)s.slab_bytes, "ring_bytes", (number)s.ring_bytes,
+                         "resident_bytes", (number)s.resident_bytes, "streamed_bytes", (number)s.streamed_bytes,
+                         "pinned_bytes", (number)s.pinned_bytes, "staged_bytes", (number)s.staged_bytes, "passes",
+                         (number)s.passes, "steps", (number)s.steps, "layouts", (number)s.layouts, "demand_fetches",
+                         (number)s.demand_fetches, "fetched_bytes", (number)s.fetched_bytes, "written_bytes",
+                         (number)s.written_bytes, "floor_bytes", (number)s.floor_bytes, "total_fetched_bytes",
+                         (number)s.total_fetched_bytes, "stall_ns", (number)s.stall_ns, "paths", (unsigned)s.paths,
+                         "readers", (unsigned)s.readers);
 }
 
 PyDoc_STRVAR(profile_next_doc, "profile_next()\n--\n\nMeasure the next pass, use by use and copy by copy.");
@@ -421,10 +425,11 @@ static PyObject *engine_profile_next(PyObject *object, PyObject *unused)
     return plain(object, viking_engine_profile_next);
 }
 
-PyDoc_STRVAR(profile_doc,
-             "profile() -> list\n--\n\nThe last measured pass as (kind, weight, begin_ns, end_ns): kind \"copy\" from start "
-             "to end of the copy, kind \"use\" from the moment its stream waited for the bytes to the moment it had them. "
-             "Empty until a measured pass is complete on the device.");
+PyDoc_STRVAR(
+    profile_doc,
+    "profile() -> list\n--\n\nThe last measured pass as (kind, weight, begin_ns, end_ns): kind \"copy\" from start "
+    "to end of the copy, kind \"use\" from the moment its stream waited for the bytes to the moment it had them. "
+    "Empty until a measured pass is complete on the device.");
 
 static PyObject *engine_profile(PyObject *object, PyObject *unused)
 {
@@ -439,9 +444,9 @@ static PyObject *engine_profile(PyObject *object, PyObject *unused)
         return viking_py_raise(status);
     PyObject *list = PyList_New(count);
     for (uint32_t i = 0; list != NULL && i < count; i++) {
-        PyObject *span = Py_BuildValue("sIKK", spans[i].kind == VIKING_PROFILE_COPY ? "copy" : "use",
-                                       (unsigned)spans[i].weight, (unsigned long long)spans[i].begin_ns,
-                                       (unsigned long long)spans[i].end_ns);
+        PyObject *span =
+            Py_BuildValue("sIKK", spans[i].kind == VIKING_PROFILE_COPY ? "copy" : "use", (unsigned)spans[i].weight,
+                          (unsigned long long)spans[i].begin_ns, (unsigned long long)spans[i].end_ns);
         if (span == NULL || PyList_SetItem(list, i, span) < 0)
             Py_CLEAR(list);
     }
@@ -449,8 +454,9 @@ static PyObject *engine_profile(PyObject *object, PyObject *unused)
     return list;
 }
 
-PyDoc_STRVAR(last_trace_doc, "last_trace() -> list\n--\n\nThe uses of the last complete pass as (weight, begin, end, kind, "
-                             "compute_ns), as viking._engine.plan takes them.");
+PyDoc_STRVAR(last_trace_doc,
+             "last_trace() -> list\n--\n\nThe uses of the last complete pass as (weight, begin, end, kind, "
+             "compute_ns), as viking._engine.plan takes them.");
 
 static PyObject *engine_last_trace(PyObject *object, PyObject *unused)
 {
@@ -520,12 +526,8 @@ PyDoc_STRVAR(engine_doc,
              "host backend is to have.");
 
 static PyType_Slot engine_slots[] = {
-    {Py_tp_doc, (void *)engine_doc},
-    {Py_tp_new, (void *)engine_new},
-    {Py_tp_dealloc, (void *)engine_dealloc},
-    {Py_tp_traverse, (void *)engine_traverse},
-    {Py_tp_methods, engine_methods},
-    {0, NULL},
+    {Py_tp_doc, (void *)engine_doc},           {Py_tp_new, (void *)engine_new}, {Py_tp_dealloc, (void *)engine_dealloc},
+    {Py_tp_traverse, (void *)engine_traverse}, {Py_tp_methods, engine_methods}, {0, NULL},
 };
 
 PyType_Spec viking_engine_spec = {

@@ -32,7 +32,8 @@ static PyObject *type_of(viking_status status)
 
 PyObject *viking_py_raise(viking_status status)
 {
-    PyObject *message = PyUnicode_DecodeUTF8(viking_status_detail(), (Py_ssize_t)strlen(viking_status_detail()), "replace");
+    PyObject *message =
+        PyUnicode_DecodeUTF8(viking_status_detail(), (Py_ssize_t)strlen(viking_status_detail()), "replace");
     PyObject *type = message == NULL ? NULL : type_of(status);
     if (type != NULL)
         PyErr_SetObject(type, message);

@@ -9,8 +9,7 @@
 #include "state.h"
 
 typedef struct home_object {
-    PyObject_HEAD
-    viking_home *home;
+    PyObject_HEAD viking_home *home;
 } home_object;
 
 viking_home *viking_py_home_of(PyObject *object)

@@ -14,15 +14,14 @@
 
 typedef struct member {
     PyObject *parameter; /* the Parameter, or None for a bias that is absent */
-    void *address;       /* of its bytes in the home */
-    long long version;   /* of the bytes that the device may hold */
+    void *address; /* of its bytes in the home */
+    long long version; /* of the bytes that the device may hold */
 } member;
 
 enum { WEIGHT, BIAS, MEMBERS };
 
 typedef struct linear_object {
-    PyObject_HEAD
-    PyObject *module;
+    PyObject_HEAD PyObject *module;
     PyObject *manager;
     PyObject *engine; /* Engine; NULL: detached */
     PyObject *home;
@@ -108,8 +107,7 @@ static int look_for_edits(linear_object *self)
         if (at_home < 0)
             return -1;
         if (at_home == 0) {
-            PyObject *done =
-                PyObject_CallFunctionObjArgs(viking_state_of((PyObject *)self)->linear_repair, self, NULL);
+            PyObject *done = PyObject_CallFunctionObjArgs(viking_state_of((PyObject *)self)->linear_repair, self, NULL);
             Py_XDECREF(done);
             return done == NULL ? -1 : 0;
         }
@@ -136,9 +134,10 @@ static int look_for_edits(linear_object *self)
     return 0;
 }
 
-PyDoc_STRVAR(bind_doc,
-             "bind(weight, home, nbytes)\n--\n\nThe module's weight and bias are now in home, as the engine's weight of "
-             "that number. For viking.nn.");
+PyDoc_STRVAR(
+    bind_doc,
+    "bind(weight, home, nbytes)\n--\n\nThe module's weight and bias are now in home, as the engine's weight of "
+    "that number. For viking.nn.");
 
 static PyObject *linear_bind(PyObject *object, PyObject *args)
 {
@@ -194,9 +193,10 @@ static int make_views(linear_object *self, const viking_acquired *acquired)
     return 0;
 }
 
-PyDoc_STRVAR(acquire_doc, "acquire() -> (weight, bias, ticket)\n--\n\nThe module's tensors on the device, for work queued "
-                          "on the current stream until release(ticket). They are overwritten afterwards: do not keep "
-                          "them.");
+PyDoc_STRVAR(acquire_doc,
+             "acquire() -> (weight, bias, ticket)\n--\n\nThe module's tensors on the device, for work queued "
+             "on the current stream until release(ticket). They are overwritten afterwards: do not keep "
+             "them.");
 
 static PyObject *linear_acquire(PyObject *object, PyObject *unused)
 {
@@ -214,8 +214,8 @@ static PyObject *linear_acquire(PyObject *object, PyObject *unused)
     if (status != VIKING_OK)
         return viking_py_raise(status);
     PyObject *result = NULL;
-    bool valid = self->views != NULL && self->views_address == acquired.address &&
-                 self->views_layout == acquired.layout;
+    bool valid =
+        self->views != NULL && self->views_address == acquired.address && self->views_layout == acquired.layout;
     if (valid || make_views(self, &acquired) == 0)
         result = Py_BuildValue("OOK", PyTuple_GetItem(self->views, WEIGHT), PyTuple_GetItem(self->views, BIAS),
                                (unsigned long long)acquired.ticket);
@@ -291,11 +291,12 @@ static PyObject *linear_forward(PyObject *object, PyObject *args, PyObject *kwar
 
 /* ---- attach and detach ---- */
 
-PyDoc_STRVAR(attach_doc,
-             "attach(module, manager) -> LinearLayerMemoryManager\n--\n\n"
-             "Manage one torch.nn.Linear under a viking.MemoryManager: its tensors move into a home, its forward becomes "
-             "this type's. ValueError, with the reason, for a module that cannot be streamed. The module's manager "
-             "already: that one is returned.");
+PyDoc_STRVAR(
+    attach_doc,
+    "attach(module, manager) -> LinearLayerMemoryManager\n--\n\n"
+    "Manage one torch.nn.Linear under a viking.MemoryManager: its tensors move into a home, its forward becomes "
+    "this type's. ValueError, with the reason, for a module that cannot be streamed. The module's manager "
+    "already: that one is returned.");
 
 static PyObject *linear_attach(PyObject *type, PyObject *args)
 {
@@ -540,19 +541,16 @@ static PyGetSetDef linear_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-PyDoc_STRVAR(linear_doc, "Stands between one torch.nn.Linear and the engine that streams its weight. Made by viking.attach "
-                         "or LinearLayerMemoryManager.attach(module, manager); found at "
-                         "module._layer_memory_manager.");
+PyDoc_STRVAR(linear_doc,
+             "Stands between one torch.nn.Linear and the engine that streams its weight. Made by viking.attach "
+             "or LinearLayerMemoryManager.attach(module, manager); found at "
+             "module._layer_memory_manager.");
 
 static PyType_Slot linear_slots[] = {
-    {Py_tp_doc, (void *)linear_doc},
-    {Py_tp_new, (void *)linear_new},
-    {Py_tp_dealloc, (void *)linear_dealloc},
-    {Py_tp_traverse, (void *)linear_traverse},
-    {Py_tp_clear, (void *)linear_clear},
-    {Py_tp_methods, linear_methods},
-    {Py_tp_getset, linear_getset},
-    {0, NULL},
+    {Py_tp_doc, (void *)linear_doc},         {Py_tp_new, (void *)linear_new},
+    {Py_tp_dealloc, (void *)linear_dealloc}, {Py_tp_traverse, (void *)linear_traverse},
+    {Py_tp_clear, (void *)linear_clear},     {Py_tp_methods, linear_methods},
+    {Py_tp_getset, linear_getset},           {0, NULL},
 };
 
 PyType_Spec viking_linear_spec = {

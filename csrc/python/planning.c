@@ -280,8 +280,10 @@ PyObject *viking_py_plan(PyObject *module, PyObject *args, PyObject *kwargs)
     viking_trace_init(&self.trace);
     if (read_arguments(&self, args, kwargs) == 0) {
         viking_status status;
-        Py_BEGIN_ALLOW_THREADS status = run(&self);
-        Py_END_ALLOW_THREADS result = status == VIKING_OK ? describe(&self) : viking_py_raise(status);
+        Py_BEGIN_ALLOW_THREADS
+        status = run(&self);
+        Py_END_ALLOW_THREADS
+        result = status == VIKING_OK ? describe(&self) : viking_py_raise(status);
     }
     viking_simulation_free(&self.simulation);
     viking_plan_free(self.plan);

@@ -28,7 +28,8 @@ PyObject *viking_py_round_to_bf16(PyObject *module, PyObject *args)
     viking_tensor_view to, from;
     (void)module;
     if (!PyArg_ParseTuple(args, "OOkk:round_to_bf16", &destination, &source, &offset, &inner) ||
-        look(destination, VIKING_DLPACK_BFLOAT, 16, "destination must be a contiguous bf16 tensor on the CPU", &to) < 0 ||
+        look(destination, VIKING_DLPACK_BFLOAT, 16, "destination must be a contiguous bf16 tensor on the CPU", &to) <
+            0 ||
         look(source, VIKING_DLPACK_FLOAT, 32, "source must be a contiguous fp32 tensor on the CPU", &from) < 0)
         return NULL;
     if (from.bytes != 2 * to.bytes)

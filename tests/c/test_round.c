@@ -81,7 +81,8 @@ static void draws_are_independent(void)
     const struct {
         viking_round_key left, right;
         uint32_t shift;
-    } pairs[] = {{{5, 9}, {5, 9}, 1}, {{5, 9}, {5, 9}, 4096}, {{5, 9}, {5, 10}, 0}, {{5, 9}, {6, 9}, 0}, {{0, 0}, {1, 1}, 0}};
+    } pairs[] = {
+        {{5, 9}, {5, 9}, 1}, {{5, 9}, {5, 9}, 4096}, {{5, 9}, {5, 10}, 0}, {{5, 9}, {6, 9}, 0}, {{0, 0}, {1, 1}, 0}};
     for (size_t p = 0; p < sizeof pairs / sizeof *pairs; p++) {
         uint32_t cells[256] = {0};
         for (uint32_t i = 0; i < DRAWS; i++)
@@ -152,8 +153,8 @@ static void bench(void)
                 uint64_t taken = viking_os_clock_ns() - begin;
                 best = taken < best ? taken : best;
             }
-            printf("%-8s %-12s %7.0f million elements per second\n", kinds[k].name, threads ? "one thread" : "all threads",
-                   (double)count / (double)best * 1e3);
+            printf("%-8s %-12s %7.0f million elements per second\n", kinds[k].name,
+                   threads ? "one thread" : "all threads", (double)count / (double)best * 1e3);
         }
     free(source);
     free(destination);
