@@ -29,8 +29,6 @@ class BuildEngine(build_ext):
     """Says in one sentence what is missing, where a compiler's own message would be a page long."""
 
     def build_extensions(self) -> None:
-        if WINDOWS and not os.path.exists(os.path.join("csrc", "base", "windows.c")):
-            raise PlatformError("Viking has no Windows port yet: install it under WSL 2 instead.")
         command = getattr(self.compiler, "compiler_so", None)
         if command and shutil.which(command[0]) is None:
             raise PlatformError(

@@ -37,6 +37,15 @@ need() {
     command -v "$1" >/dev/null 2>&1 || die "$1 is missing: install $2"
 }
 
+# optional COMMAND PACKAGE: as need, but a status where it cannot be had within three minutes.
+optional() {
+    command -v "$1" >/dev/null 2>&1 && return
+    say "-- installing $2"
+    { timeout 60 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 180 apt-get install -y -qq --no-install-recommends "$2"; } \
+        >/dev/null 2>&1 || true
+    command -v "$1" >/dev/null 2>&1
+}
+
 # Prints the first interpreter of 3.11 or later with venv, ensurepip and the C headers.
 find_python() {
     local candidate

@@ -77,6 +77,13 @@ static void a_short_sleep_is_short_and_never_too_short(void)
     }
 }
 
+static void the_clock_goes_on_from_one_second_to_the_next(void)
+{
+    uint64_t begin = viking_os_clock_ns();
+    Sleep(1100);
+    CHECK(viking_os_clock_ns() - begin >= 1050000000); /* a Sleep may end a tick early */
+}
+
 /* ---- shared libraries ---- */
 
 static void a_loaded_library_is_found_and_an_absent_one_is_named(void)
@@ -160,6 +167,7 @@ int main(void)
     RUN(the_machine_has_at_least_the_memory_that_is_free);
     RUN(affinity_limits_the_processors);
     RUN(a_short_sleep_is_short_and_never_too_short);
+    RUN(the_clock_goes_on_from_one_second_to_the_next);
     RUN(a_loaded_library_is_found_and_an_absent_one_is_named);
     RUN(loaded_only_does_not_load);
     RUN(a_library_with_a_name_in_any_script_opens_by_its_path);
