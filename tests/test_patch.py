@@ -305,7 +305,7 @@ def test_revert_refuses_where_our_lines_were_edited(root, capsys):
     assert run("revert", root) == 1
     assert digest(root) == before
     error = capsys.readouterr().err
-    assert "first: edited after it was applied: lib/one.py: the change at line 3 was made" in error
+    assert "first: edited after it was applied: lib/one.py: the change at line 3 was made, and its lines were" in error
     assert run("apply", root) == 1
 
 
@@ -316,6 +316,29 @@ def test_a_single_change_that_was_edited_is_not_taken_for_one_never_made(root, c
     assert run("revert", root, "--only", "second") == 1
     assert "edited after it was applied" in capsys.readouterr().err
     assert digest(root) == before
+
+
+@pytest.mark.parametrize("command", ["apply", "check", "revert"])
+def test_what_another_version_of_viking_has_changed_is_not_taken_for_stock(root, command, capsys):
+    edit(root, "two.py", (b"# x\n", b"# x\nimport viking.adapters.older\n"))
+    before = digest(root)
+    assert run(command, root) == 1
+    assert digest(root) == before
+    error = capsys.readouterr().err
+    assert "edited after it was applied: two.py: line 4 is from another version of Viking: put the file back" in error
+
+
+def test_one_patch_comes_off_while_another_stays(shipped, tmp_path):
+    """The hooks of the patch that stays are not taken for another version's."""
+    root = trees.stock_tree(manifest.load("ai-toolkit"), tmp_path / "tree")
+    where = ["ai-toolkit", "--root", str(root)]
+    assert main(["apply", *where]) == 0
+    assert main(["revert", *where, "--only", "alpha"]) == 0
+    text = (root / "toolkit/network_mixins.py").read_text()
+    assert "viking_adapter.before_save" not in text
+    assert "multiplier_dtype" in text
+    assert main(["apply", *where, "--only", "alpha"]) == 0
+    assert main(["check", *where]) == 0
 
 
 def test_reverting_a_stock_tree_that_has_drifted_has_nothing_to_do(root):

@@ -119,7 +119,8 @@ def _run(options: argparse.Namespace, target: Target) -> int:
     patches = _select(target, options.only)
     root = tree.find_root(target, options.root)
     files = tree.read(root, series.paths(patches))
-    outcome = (series.revert if options.command == "revert" else series.apply)(patches, files)
+    others = [patch for patch in target.patches if patch not in patches]
+    outcome = (series.revert if options.command == "revert" else series.apply)(patches, files, others)
     dry = options.dry_run or options.command == "check"
     print(f"{target.title} at {root}")
     written = bool(outcome.changed) and not dry and not outcome.refused

@@ -18,6 +18,11 @@ from viking.patch.text import Found, Place, Text, locate, nearest, replace
 Files = dict[str, bytes | None]  # path to bytes; None where the tree has no such file
 
 
+#: What every change of ours has in it; no other project's file does.
+_OURS = b"viking.adapters"
+_REMEDY = "put the file back as it was (git checkout, or a reinstall) and run this again"
+
+
 class State(Enum):
     """Where a patch stands in a tree."""
 
@@ -72,8 +77,10 @@ def _refuse(path: str, text: Text, hunk: Hunk, place: Place) -> _Misfit:
     where = f"{path}: the change at line {hunk.line}"
     if place.found is Found.MANY:
         return _Misfit(State.AMBIGUOUS, f"{where} fits more than one place of the file")
+    if place.found is Found.AFTER:
+        return _Misfit(State.AMBIGUOUS, f"{where} is there, and once more when it is undone")
     if place.found is Found.EDITED:
-        return _Misfit(State.EDITED, f"{where} was made, and its lines were edited since")
+        return _Misfit(State.EDITED, f"{where} was made, and its lines were edited since: {_REMEDY}")
     return _Misfit(State.DRIFTED, f"{where} finds other text than it was made for: {nearest(text, hunk.before)}")
 
 
@@ -186,28 +193,51 @@ def _data(files: Files, path: str) -> bytes:
     return data
 
 
-def _peel_all(patches: Sequence[Patch], files: Files) -> tuple[Files, list[Verdict]]:
+def _leftover(files: Files, patch: Patch, known: set[bytes]) -> str | None:
+    """A change of ours in the files of a patch that is none of the known ones: another version of Viking made it."""
+    for path in patch.files:
+        for number, line in enumerate(Text(files.get(path) or b"").lines, 1):
+            if _OURS in line and line.strip() not in known:
+                return f"{path}: line {number} is from another version of Viking: {_REMEDY}"
+    return None
+
+
+def _peel_all(patches: Sequence[Patch], files: Files, others: Sequence[Patch]) -> tuple[Files, list[Verdict]]:
+    """The tree without the patches, and their states in it. `others` are the target's patches that may stay."""
     verdicts = []
     for patch in reversed(patches):
         files, verdict = _peel(files, patch)
         verdicts.append(verdict)
-    return files, verdicts[::-1]
+    verdicts.reverse()
+    known = {
+        line.strip()
+        for patch in others
+        for variant in patch.variants
+        for diff in variant
+        for hunk in diff.hunks
+        for line in hunk.added
+    }
+    if not any(verdict.refused for verdict in verdicts):
+        for index, verdict in enumerate(verdicts):
+            if (detail := _leftover(files, verdict.patch, known)) is not None:
+                verdicts[index] = Verdict(verdict.patch, State.EDITED, detail)
+    return files, verdicts
 
 
 def _changes(old: Files, new: Files) -> dict[str, bytes]:
     return {path: data for path, data in new.items() if data is not None and data != old.get(path)}
 
 
-def revert(patches: Sequence[Patch], files: Files) -> Outcome:
-    """The tree without the patches; every other edit stays."""
-    peeled, verdicts = _peel_all(patches, files)
+def revert(patches: Sequence[Patch], files: Files, others: Sequence[Patch] = ()) -> Outcome:
+    """The tree without the patches; every other edit stays, and so do the target's `others`."""
+    peeled, verdicts = _peel_all(patches, files, others)
     outcome = Outcome(tuple(verdicts), _changes(files, peeled))
     return Outcome(outcome.verdicts, {}) if outcome.refused else outcome
 
 
-def apply(patches: Sequence[Patch], files: Files) -> Outcome:
-    """The tree with all of the patches that it needs; those partly there are completed."""
-    current, verdicts = _peel_all(patches, files)
+def apply(patches: Sequence[Patch], files: Files, others: Sequence[Patch] = ()) -> Outcome:
+    """The tree with all of the patches that it needs; those partly there are completed. `others` as for revert."""
+    current, verdicts = _peel_all(patches, files, others)
     for index, verdict in enumerate(verdicts):
         if verdict.refused or verdict.state is State.SKIPPED:
             continue
