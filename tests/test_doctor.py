@@ -162,6 +162,16 @@ def test_an_ascii_terminal_is_enough():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such signal")
+@pytest.mark.parametrize("command", [["viking.doctor"], ["viking.patch", "list", "torch"], ["viking", "doctor"]])
+def test_a_reader_that_has_seen_enough_ends_it_quietly(command):
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run([sys.executable, "-m", *command], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (1, b"")
+
+
 # ---- python -m viking ----
 
 
