@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -545,3 +548,73 @@ def test_the_toolkits_own_optimizers_can_be_wrapped_on_the_cpu(toolkit, name):
         optimizer.step()
     assert weight.dtype == torch.bfloat16
     assert not torch.equal(weight, torch.ones_like(weight))
+
+
+# ---- the series for upstream: the same changes without Viking ----
+
+UPSTREAM = Path(__file__).parent.parent / "patches" / "ai-toolkit" / "upstream"
+WITHOUT_VIKING = """
+import sys
+sys.modules["viking"] = None  # importing it would raise
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from support import toolkit_tree
+toolkit_tree.enter(Path({root!r}))
+import torch
+from toolkit.config_modules import NetworkConfig
+from toolkit.lora_special import LoRASpecialNetwork
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.patch = torch.nn.Linear(12, 24), torch.nn.Conv2d(3, 12, 3)
+
+def build(transformer=True, **config):
+    torch.manual_seed(0)
+    config = NetworkConfig(**config)
+    tiny = Tiny()
+    network = LoRASpecialNetwork(
+        None, tiny, lora_dim=config.linear, alpha=config.linear_alpha, conv_lora_dim=config.conv,
+        conv_alpha=config.conv_alpha, train_text_encoder=False, is_transformer=transformer,
+        target_lin_modules=["Tiny"], target_conv_modules=["Tiny"], network_config=config, network_type=config.type)
+    network.force_to("cpu", dtype=torch.float32)
+    network._update_torch_multiplier()
+    network.apply_to(None, tiny, False, True)
+    network.tiny, network.is_active = [tiny], True
+    for parameter in network.parameters():
+        parameter.data.normal_()
+    return network
+
+def scales(network):
+    return [module.scale for module in network.unet_loras]
+
+x = torch.randn(2, 12)
+for transformer in (True, False):
+    asked = build(transformer, linear=8, linear_alpha=4, conv=4, conv_alpha=1)
+    assert scales(asked) == [0.5, 0.25], scales(asked)
+    other = build(transformer, linear=8, linear_alpha=6.5, conv=4)
+    other.load_weights(asked.get_state_dict(dtype=torch.float32))
+    assert scales(other) == [0.5, 0.25]
+    assert torch.equal(other.tiny[0].up(x), asked.tiny[0].up(x))
+stock = build(linear=8)
+assert scales(stock) == [1.0] and not [key for key in stock.get_state_dict() if key.endswith(".alpha")]
+third = build(linear=9, linear_alpha=3)
+third.force_to("cpu", dtype=torch.bfloat16)
+assert third.unet_loras[0]._runtime_scale.dtype == torch.float32
+assert NetworkConfig(linear=8, dtype="bf16").dtype == "bf16"
+assert sys.modules["viking"] is None
+"""
+
+
+def test_the_series_for_upstream_does_the_same_without_viking(tmp_path):
+    source = toolkit_tree.tree()
+    assert source is not None
+    root = toolkit_tree.patched_copy(source, tmp_path / "tree", patch=False)
+    series = sorted(UPSTREAM.glob("*.patch"))
+    assert len(series) == 3
+    for patch in series:
+        assert "viking." not in patch.read_text(encoding="utf-8").split("\ndiff --git", 1)[1]
+        subprocess.run(["git", "apply", str(patch)], cwd=root, check=True)
+    script = WITHOUT_VIKING.format(tests=str(Path(__file__).parent), root=str(root))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
