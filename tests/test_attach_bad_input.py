@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.models import Net, build
-from support.state import Snapshot
-from support.training import assert_same, train
 from torch import nn
 
 import viking
+from support.models import Net, build
+from support.state import Snapshot
+from support.training import assert_same, train
 from viking.nn.device import DeviceEngine
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -53,16 +52,27 @@ def test_devices_of_other_kinds(model: nn.Module, device: str) -> None:
 @needs_no_cuda
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), 0])
 def test_cuda_where_there_is_none_says_what_runs_without(model: nn.Module, device: Any) -> None:
-    with pytest.raises(RuntimeError, match=r'cannot be used: .*CUDA.*viking\.attach\(model, "cpu"\) runs without a GPU'):
+    with pytest.raises(
+        RuntimeError, match=r'cannot be used: .*CUDA.*viking\.attach\(model, "cpu"\) runs without a GPU'
+    ):
         attach(model, device)
 
 
 @pytest.mark.parametrize("name", ["vram", "weights_budget", "pin"])
 @pytest.mark.parametrize(
     ("value", "sentence"),
-    [("x", "cannot be read"), ("20 elephants", "unknown unit"), ("", "is empty"), (-1, "is negative"),
-     ("-2GiB", "is negative"), (float("nan"), "is not a finite number"), (float("inf"), "is not a finite number"),
-     ("nan", "cannot be read"), (2**70, "is too large")])
+    [
+        ("x", "cannot be read"),
+        ("20 elephants", "unknown unit"),
+        ("", "is empty"),
+        (-1, "is negative"),
+        ("-2GiB", "is negative"),
+        (float("nan"), "is not a finite number"),
+        (float("inf"), "is not a finite number"),
+        ("nan", "cannot be read"),
+        (2**70, "is too large"),
+    ],
+)
 def test_sizes_that_cannot_be_read(model: nn.Module, name: str, value: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: .*{sentence}.*; accepted is .*GiB"):
         attach(model, **{name: value})
@@ -96,7 +106,7 @@ def test_the_sentence_goes_through_strings_too(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("thing", [None, 3, {}, torch.zeros(3), "model", nn.Linear])
 def test_what_is_no_module(thing: Any) -> None:
-    with pytest.raises(TypeError, match="attach needs a torch.nn.Module, not "):
+    with pytest.raises(TypeError, match=r"attach needs a torch\.nn\.Module, not "):
         attach(thing)
 
 
@@ -136,7 +146,9 @@ def test_attaching_again_with_the_same_arguments_does_nothing() -> None:
     assert viking.stats(model) == slab
 
 
-@pytest.mark.parametrize("other", [{"weights_budget": 0}, {"vram": "1GB"}, {"pin": False}, {"ignore": "leave"}], ids=str)
+@pytest.mark.parametrize(
+    "other", [{"weights_budget": 0}, {"vram": "1GB"}, {"pin": False}, {"ignore": "leave"}], ids=str
+)
 def test_attaching_again_with_other_arguments_says_detach_first(other: dict[str, Any]) -> None:
     model = Net()
     if "ignore" in other:
@@ -157,9 +169,7 @@ def test_a_second_model_whose_budget_is_too_small_leaves_the_first_one_as_it_was
     second = Net(hidden=128)
     snapshot = Snapshot(second)
 
-    with pytest.raises(ValueError, match="weights_budget=150 kB is too small: the smallest that works is") as error, \
-            warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.raises(ValueError, match="weights_budget=150 kB is too small: the smallest that works is") as error:
         attach(second, weights_budget=150_000)
     smallest = int(re.search(r"smallest that works is (\d+) bytes", str(error.value)).group(1))
 
@@ -177,8 +187,10 @@ def test_a_refused_budget_does_not_stay_with_the_device() -> None:
     first = Net()
     attach(first, weights_budget=200_000)
 
-    with pytest.raises(ValueError, match="too small") as error, \
-            pytest.warns(UserWarning, match="the budget of cpu is now"):
+    with (
+        pytest.raises(ValueError, match="too small") as error,
+        pytest.warns(UserWarning, match="the budget of cpu is now"),
+    ):
         attach(Net(hidden=128), weights_budget=10)
 
     with pytest.raises(ValueError, match="too small") as again:
@@ -225,8 +237,11 @@ def test_progress_reaches_its_total() -> None:
     moving = [(done, total) for done, total, what in seen if what == "moving weights to their homes"]
     assert moving == sorted(moving)
     assert len(moving) == 14
-    assert moving[-1][0] == moving[-1][1] == sum(
-        linear.weight.nbytes + linear.bias.nbytes for linear in Net().modules() if isinstance(linear, nn.Linear))
+    assert (
+        moving[-1][0]
+        == moving[-1][1]
+        == sum(linear.weight.nbytes + linear.bias.nbytes for linear in Net().modules() if isinstance(linear, nn.Linear))
+    )
 
 
 def test_a_linear_added_later_that_no_budget_holds_is_refused_at_the_entry_and_can_be_taken_out_again() -> None:
@@ -237,7 +252,7 @@ def test_a_linear_added_later_that_no_budget_holds_is_refused_at_the_entry_and_c
     model.append(nn.Linear(64, 640).requires_grad_(False))
 
     for _ in range(2):
-        with pytest.raises(ValueError, match="weights_budget=40.0 kB is too small"):
+        with pytest.raises(ValueError, match=r"weights_budget=40\.0 kB is too small"):
             model(x)
     del model[1]
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CHECKPOINTING, LORA_STYLES, Net, build, wrap
-from support.training import Outcome, assert_same, inputs, one_step, train
 from torch import nn
 
 import viking
+from support.models import CHECKPOINTING, LORA_STYLES, Net, build, wrap
+from support.training import Outcome, assert_same, inputs, one_step, train
 from viking import _engine
 from viking.nn.device import DeviceEngine
 
@@ -28,8 +28,12 @@ needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason
 
 def attach(model: nn.Module, share: float = 0.0) -> nn.Module:
     """Attach with a budget of that share of all Linear bytes."""
-    total = sum(p.numel() * p.element_size() for m in model.modules() if isinstance(m, nn.Linear)
-                for p in m.parameters(recurse=False))
+    total = sum(
+        p.numel() * p.element_size()
+        for m in model.modules()
+        if isinstance(m, nn.Linear)
+        for p in m.parameters(recurse=False)
+    )
     viking.attach(model, "cpu", weights_budget=int(total * share), progress=False)
     assert any("_layer_memory_manager" in m.__dict__ for m in model.modules())
     return model
@@ -48,8 +52,9 @@ def resident(style: str, dtype: torch.dtype, checkpointing: str, bias: bool) -> 
 def test_losses_gradients_and_lora_weights_are_the_same(
     checkpointing: str, budget: str, dtype: torch.dtype, style: str, bias: bool
 ) -> None:
-    model, trained = build(style, lambda m: attach(m, BUDGETS[budget]), dtype=dtype, checkpointing=checkpointing,
-                           bias=bias, depth=2)
+    model, trained = build(
+        style, lambda m: attach(m, BUDGETS[budget]), dtype=dtype, checkpointing=checkpointing, bias=bias, depth=2
+    )
 
     mine = train(model, trained, dtype=dtype)
 
@@ -98,7 +103,9 @@ def test_two_forwards_may_come_before_two_backwards() -> None:
 @pytest.mark.parametrize("around", ["forward", "forward and backward"])
 @pytest.mark.parametrize(
     ("dtype", "autocast"),
-    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)], ids=str)
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_autocast_gives_the_same(checkpointing: str, dtype: torch.dtype, autocast: torch.dtype, around: str) -> None:
     def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +125,8 @@ def test_autocast_gives_the_same(checkpointing: str, dtype: torch.dtype, autocas
 def test_train_and_eval_take_turns() -> None:
     def turns(model: nn.Module) -> Any:
         model.blocks[0].norm.register_forward_hook(
-            lambda m, args, y: nn.functional.dropout(y, 0.5, training=m.training))
+            lambda m, args, y: nn.functional.dropout(y, 0.5, training=m.training)
+        )
 
         def before(step: int) -> None:
             torch.manual_seed(step)
@@ -194,24 +202,26 @@ def test_layers_skipped_repeated_and_reversed_give_the_same() -> None:
         choose = random.Random(7)
 
         def before(step: int) -> None:
-            model.order = choose.choice([
-                None, [0, 1, 2, 3], [3, 2, 1, 0], [0, 0, 1, 2, 3, 3], [2], choose.sample(range(4), 3)])
+            model.order = choose.choice(
+                [None, [0, 1, 2, 3], [3, 2, 1, 0], [0, 0, 1, 2, 3, 3], [2], choose.sample(range(4), 3)]
+            )
 
         return before
 
     for checkpointing, budget in itertools.product(CHECKPOINTING, (0.0, 0.4)):
-        mine, theirs, _ = both(orders, budget, checkpointing=checkpointing, depth=4, steps=12)
+        mine, theirs, model = both(orders, budget, checkpointing=checkpointing, depth=4, steps=8)
 
         assert_same(mine, theirs)
+        viking.detach(model)
 
 
-def test_random_sizes_and_random_delays_of_every_copy_give_the_same() -> None:
+def test_slow_copies_with_random_delays_give_the_same() -> None:
     for seed, (checkpointing, budget) in enumerate(itertools.product(CHECKPOINTING, (0.0, 0.3, 0.7))):
         DeviceEngine.make_engine = lambda device, seed=seed: _engine.Engine(
-            "host", bytes_per_second=200_000_000, delay_ns=300_000, seed=seed + 1)
+            "host", bytes_per_second=200_000_000, delay_ns=300_000, seed=seed + 1
+        )
 
-        mine, theirs, model = both(budget=budget, checkpointing=checkpointing,
-                                   depth=3, steps=4)
+        mine, theirs, model = both(budget=budget, checkpointing=checkpointing, depth=3, steps=4)
 
         assert_same(mine, theirs)
         viking.detach(model)
@@ -229,7 +239,8 @@ def test_orders_that_change_under_delays_give_the_same() -> None:
         return before
 
     DeviceEngine.make_engine = lambda device: _engine.Engine(
-        "host", bytes_per_second=500_000_000, delay_ns=200_000, seed=5)
+        "host", bytes_per_second=500_000_000, delay_ns=200_000, seed=5
+    )
 
     mine, theirs, _ = both(orders, 0.3, checkpointing="early stop", depth=4, steps=12)
 
@@ -248,7 +259,8 @@ def test_edits_under_delays_are_seen_by_the_very_next_use() -> None:
         return before
 
     DeviceEngine.make_engine = lambda device: _engine.Engine(
-        "host", bytes_per_second=500_000_000, delay_ns=200_000, seed=6)
+        "host", bytes_per_second=500_000_000, delay_ns=200_000, seed=6
+    )
 
     mine, theirs, _ = both(edits, 0.3, checkpointing="reentrant", steps=6)
 
@@ -375,10 +387,13 @@ def test_hooks_on_linears_see_the_same(budget: float) -> None:
 
     def watch(model: nn.Module) -> None:
         for linear in (model.enter, model.blocks[1].up.base_layer, model.leave):
-            linear.register_forward_pre_hook(lambda m, args: seen.append(("in", args[0].clone())) or (args[0] * 1.5,))
+            linear.register_forward_pre_hook(lambda m, args: seen.append(("in", args[0].detach().clone())) or (args[0] * 1.5,))
             linear.register_forward_hook(lambda m, args, y: seen.append(("out", y.detach().clone())) or y + 0.25)
             linear.register_full_backward_hook(
-                lambda m, grad_in, grad_out: seen.extend(("grad", g.clone()) for g in (*grad_in, *grad_out) if g is not None))
+                lambda m, grad_in, grad_out: seen.extend(
+                    ("grad", g.clone()) for g in (*grad_in, *grad_out) if g is not None
+                )
+            )
             linear.register_full_backward_pre_hook(lambda m, grad_out: (grad_out[0] * 2,))
 
     mine, theirs, _ = both(watch, budget)
@@ -523,8 +538,16 @@ def test_attaching_in_the_middle_of_a_training_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta"),
-                torch.enable_grad], ids=["no_grad", "inference_mode", "autocast", "default device", "enable_grad"])
+    "context",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+        torch.enable_grad,
+    ],
+    ids=["no_grad", "inference_mode", "autocast", "default device", "enable_grad"],
+)
 def test_attach_detach_and_the_first_uses_may_happen_in_any_context(context: Any) -> None:
     model, trained = build(checkpointing="early stop")
     with torch.inference_mode():

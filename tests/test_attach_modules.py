@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import HIDDEN, Net, build, hijack, wrap
-from support.training import assert_same, inputs, train
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import viking
+from support.models import HIDDEN, Net, build, hijack, wrap
+from support.training import assert_same, inputs, train
 from viking.nn.eligible import SMALLEST_BYTES
 
 
@@ -299,14 +299,20 @@ def test_modules_of_other_kinds_are_left_as_they_are() -> None:
     model = Zoo().requires_grad_(False).eval()
     x = inputs(0)
     expected = model(x)
-    identities = {name: (id(t), t.data_ptr()) for name, t in [*model.named_parameters(), *model.named_buffers()]
-                  if not name.startswith("linear.")}
+    identities = {
+        name: (id(t), t.data_ptr())
+        for name, t in [*model.named_parameters(), *model.named_buffers()]
+        if not name.startswith("linear.")
+    }
 
     attach(model)
 
     assert managed(model) == {"linear"}
-    assert identities == {name: (id(t), t.data_ptr()) for name, t in [*model.named_parameters(), *model.named_buffers()]
-                          if not name.startswith("linear.")}
+    assert identities == {
+        name: (id(t), t.data_ptr())
+        for name, t in [*model.named_parameters(), *model.named_buffers()]
+        if not name.startswith("linear.")
+    }
     assert torch.equal(model(x), expected)
 
 
@@ -478,11 +484,20 @@ def test_attaching_changes_no_random_state_and_lays_out_the_same_every_time() ->
         attach(model, weights_budget=300_000)
         assert torch.equal(torch.get_rng_state(), state)
         train(model, trained, 3)
-        slab = next(m.__dict__["_layer_memory_manager"] for m in model.modules()
-                    if "_layer_memory_manager" in m.__dict__).manager.device.slab.data_ptr()
-        layouts.append([(n, m._layer_memory_manager.path, m._layer_memory_manager.device_ptr
-                         and m._layer_memory_manager.device_ptr - slab)
-                        for n, m in model.named_modules() if n in managed(model)])
+        slab = next(
+            m.__dict__["_layer_memory_manager"] for m in model.modules() if "_layer_memory_manager" in m.__dict__
+        ).manager.device.slab.data_ptr()
+        layouts.append(
+            [
+                (
+                    n,
+                    m._layer_memory_manager.path,
+                    m._layer_memory_manager.device_ptr and m._layer_memory_manager.device_ptr - slab,
+                )
+                for n, m in model.named_modules()
+                if n in managed(model)
+            ]
+        )
         viking.detach(model)
 
     assert layouts[0] == layouts[1]

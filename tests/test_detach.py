@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import LORA_STYLES, Net, build, hijack
-from support.state import Snapshot
-from support.training import assert_same, inputs, one_step, train
 from torch import nn
 
 import viking
+from support.models import LORA_STYLES, Net, build, hijack
+from support.state import Snapshot
+from support.training import assert_same, inputs, one_step, train
 from viking.nn.device import DeviceEngine
 
 
@@ -27,7 +27,7 @@ def attach(model: nn.Module, **how: Any) -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("style", [s for s in LORA_STYLES if s not in ("peft", "hijacked after")])
 def test_nothing_of_the_model_has_changed(style: str, dtype: torch.dtype, budget: Any) -> None:
-    model, trained = build(style, dtype=dtype)
+    model, _ = build(style, dtype=dtype)
     x = inputs(0, dtype)
     with torch.no_grad():
         for linear in (model.enter, model.leave):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Net, build
-from support.training import assert_same, inputs, train
 from torch import nn
 
 import viking
+from support.models import Net, build
+from support.training import assert_same, inputs, train
 from viking import _engine
 from viking.nn.device import DeviceEngine
 
@@ -75,8 +75,8 @@ def as_a_view_of_another(linear: nn.Linear) -> None:
     linear.weight.data = storage[32:96]
 
 
-EDITS = [in_place, bias_in_place, rows_in_place, load, load_and_assign, other_data, other_parameter, other_bias, no_bias,
-         other_strides, other_shape, as_a_view_of_another]
+EDITS = [in_place, bias_in_place, rows_in_place, load, load_and_assign, other_data, other_parameter, other_bias,
+         no_bias, other_strides, other_shape, as_a_view_of_another]
 
 
 @pytest.mark.parametrize("budget", [0, "1MB"], ids=["streamed", "resident"])
@@ -116,7 +116,7 @@ def test_a_parameter_of_another_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "convert", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu", torch.float16)])
+    "convert", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu", torch.half)])
 def test_converting_an_attached_model_converts_what_is_streamed(convert: Callable[[nn.Module], nn.Module]) -> None:
     streamed, resident = Net(), Net()
     attach(streamed)
@@ -178,7 +178,8 @@ def test_editing_refreshes_at_its_end_also_after_an_exception() -> None:
 
 def test_weights_that_were_scribbled_over_inside_editing_are_right_after_it() -> None:
     """Slow copies of the look-ahead are under way when it begins; whatever they have read is not used."""
-    DeviceEngine.make_engine = lambda device: _engine.Engine("host", bytes_per_second=20_000_000, delay_ns=500_000, seed=4)
+    DeviceEngine.make_engine = lambda device: _engine.Engine(
+        "host", bytes_per_second=20_000_000, delay_ns=500_000, seed=4)
     model, trained = build(checkpointing="early stop")
     attach(model)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.state import Snapshot
-from support.training import inputs
 from torch import nn
 
 import viking
+from support.state import Snapshot
+from support.training import inputs
 
 Forward = Callable[..., torch.Tensor]
 
@@ -35,10 +35,10 @@ def closure_with_an_empty_cell(linear: nn.Linear) -> None:
     original = linear.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return original(x) * 2 if x is not None else later  # noqa: F821
+        return original(x) * 2 if x is not None else later
 
     if linear is None:
-        later = 3  # noqa: F841
+        later = 3
     linear.forward = forward
 
 

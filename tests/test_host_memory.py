@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Net, build
-from support.processes import measure
-from support.training import assert_same, inputs, train
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import viking
+from support.models import Net, build
+from support.processes import measure
+from support.training import assert_same, inputs, train
 from viking import _engine
 from viking.nn.device import DeviceEngine
 

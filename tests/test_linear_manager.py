@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Net
-from support.state import Snapshot
-from support.training import inputs
 from torch import nn
 
 import viking
+from support.models import Net
+from support.state import Snapshot
+from support.training import inputs
 from viking import LinearLayerMemoryManager
 
 

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from support.models import Net, build
-from support.training import inputs, one_step, train
 from torch import nn
 
 import viking
+from support.models import Net, build
+from support.training import inputs, one_step, train
 
 
 def attach(model: nn.Module, budget: object = 0) -> nn.Module:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Net, build
-from support.training import Outcome, assert_same, inputs, train
 from torch import nn
 
 import viking
+from support.models import Net, build
+from support.training import Outcome, assert_same, inputs, train
 from viking import _engine
 from viking.nn.device import DeviceEngine
 

@@ -76,8 +76,9 @@ def _check_version(ctx: Any) -> None:
     """The input's gradient is that of the weight which forward used: another one would be silently wrong."""
     if ctx.manager.module._parameters["weight"] is not ctx.used or ctx.used._version != ctx.version:
         raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: the weight "
-            f"of shape {tuple(ctx.used.shape)} of a streamed Linear was edited or replaced between forward and backward"
+            "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+            f"weight of shape {tuple(ctx.used.shape)} of a streamed Linear was edited or replaced between forward and "
+            "backward"
         )
 
 
