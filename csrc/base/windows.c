@@ -37,7 +37,7 @@
 #define UTF8_BYTES_PER_UNIT 3
 
 /* Even a high-resolution timer returns late by up to this much. */
-#define TIMER_LATE_NS 600000u
+#define TIMER_LATE_NS ((uint64_t)600000)
 
 #define REASON_BYTES 256
 
@@ -303,7 +303,7 @@ uintptr_t viking_thread_identity(void)
 static wchar_t *wide_name(const char *name)
 {
     bool path = strpbrk(name, "\\/:") != NULL;
-    wchar_t *wide = malloc(2 * PATH_UNITS * sizeof *wide), *full = wide ? wide + PATH_UNITS : NULL;
+    wchar_t *wide = malloc(sizeof *wide * 2 * PATH_UNITS), *full = wide ? wide + PATH_UNITS : NULL;
     if (!wide) {
         SetLastError(ERROR_NOT_ENOUGH_MEMORY);
         return NULL;
@@ -317,8 +317,10 @@ static wchar_t *wide_name(const char *name)
         memcpy(wide, full, (units + 1) * sizeof *wide);
     }
     return wide;
-fail:
+fail:;
+    DWORD code = GetLastError();
     free(wide);
+    SetLastError(code);
     return NULL;
 }
 
