@@ -387,7 +387,8 @@ def test_hooks_on_linears_see_the_same(budget: float) -> None:
 
     def watch(model: nn.Module) -> None:
         for linear in (model.enter, model.blocks[1].up.base_layer, model.leave):
-            linear.register_forward_pre_hook(lambda m, args: seen.append(("in", args[0].detach().clone())) or (args[0] * 1.5,))
+            linear.register_forward_pre_hook(
+                lambda m, args: seen.append(("in", args[0].detach().clone())) or (args[0] * 1.5,))
             linear.register_forward_hook(lambda m, args, y: seen.append(("out", y.detach().clone())) or y + 0.25)
             linear.register_full_backward_hook(
                 lambda m, grad_in, grad_out: seen.extend(
