@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,15 @@ def test_threads_sample_from_one_model_at_once() -> None:
         assert all(torch.equal(a, b) for a, b in zip(samples, expected, strict=True))
 
 
-def test_models_come_and_go_while_another_one_trains() -> None:
+def test_models_come_and_go_while_another_one_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocating the slab takes its time, as on a device: uses of other threads have to wait for it."""
+    allocate = DeviceEngine._allocate
+
+    def slowly(self: DeviceEngine, nbytes: int) -> torch.Tensor:
+        time.sleep(0.005)
+        return allocate(self, nbytes)
+
+    monkeypatch.setattr(DeviceEngine, "_allocate", slowly)
     model, trained = build(checkpointing="early stop")
     attach(model)
     done = threading.Event()
