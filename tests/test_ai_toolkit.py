@@ -266,6 +266,17 @@ def test_parameters_become_bf16_alpha_and_scale_stay_exact(toolkit, capsys):
     assert is_rounding(optimizer)
 
 
+def test_an_adapter_that_was_cast_before_it_is_loaded_has_its_strength_exactly():
+    """As the toolkit loads accuracy recovery and assistant adapters: force_to(bf16), then the file."""
+    file = StandInNetwork(10, given={"linear_alpha": 3}).save()
+    adapter_network = StandInNetwork(10, given={"linear_alpha": 10})
+    adapter_network.force_to(CPU, BF16)
+    adapter_network.load(file)
+    lora = adapter_network.unet_loras[0]
+    assert lora._runtime_scale.dtype == torch.float32
+    assert float(lora._runtime_scale) == pytest.approx(0.3, rel=1e-7)
+
+
 def test_a_strength_that_bf16_holds_needs_no_fp32_product(toolkit):
     network = StandInNetwork(8, given={"linear_alpha": 4})
     adapter.network_ready(job(network))

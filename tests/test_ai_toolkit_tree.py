@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -548,6 +549,72 @@ def test_the_toolkits_own_optimizers_can_be_wrapped_on_the_cpu(toolkit, name):
         optimizer.step()
     assert weight.dtype == torch.bfloat16
     assert not torch.equal(weight, torch.ones_like(weight))
+
+
+# ---- off ----
+
+A_RUN = """
+import hashlib, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from support import toolkit_tree
+toolkit_tree.enter(Path({root!r}))
+import torch
+from toolkit.config_modules import NetworkConfig
+from toolkit.lora_special import LoRASpecialNetwork
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(12, 24), torch.nn.Linear(24, 12)
+
+digest = hashlib.sha256()
+for transformer in (True, False):
+    for kind in ("lora", "dora", "lokr", "fullrank"):
+        torch.manual_seed(0)
+        config = NetworkConfig(type=kind, linear=8, linear_alpha=4, lokr_full_rank=False, lokr_factor=2)
+        tiny = Tiny().requires_grad_(False)
+        network = LoRASpecialNetwork(
+            None, tiny, lora_dim=config.linear, alpha=config.linear_alpha, train_text_encoder=False,
+            is_transformer=transformer, target_lin_modules=["Tiny"], network_config=config, network_type=kind)
+        network.force_to("cpu", dtype=torch.float32)
+        network._update_torch_multiplier()
+        network.apply_to(None, tiny, False, True)
+        network.is_active = True
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+        for step in range(4):
+            network.multiplier = 1.0 if step < 3 else 0.7
+            x = torch.randn(2, 5, 12)
+            out = tiny.down(torch.nn.functional.gelu(tiny.up(x)))
+            loss = (out - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            digest.update(out.detach().numpy().tobytes())
+        saved = network.get_state_dict(dtype=torch.float16)
+        for key in sorted(saved):
+            digest.update(key.encode() + saved[key].numpy().tobytes())
+        network.load_weights(saved)
+        digest.update(tiny.up(x).detach().numpy().tobytes())
+print("digest", digest.hexdigest())
+"""
+
+
+def test_off_trains_saves_and_loads_as_the_stock_toolkit_bit_for_bit(tmp_path):
+    source = toolkit_tree.tree()
+    assert source is not None
+    digests = {}
+    for name, patch in (("stock", False), ("off", True), ("on", True)):
+        root = toolkit_tree.patched_copy(source, tmp_path / name, patch=patch)
+        script = A_RUN.format(tests=str(Path(__file__).parent), root=str(root))
+        environment = {**os.environ, "VIKING": "off" if name == "off" else "", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        digests[name] = re.search(r"digest (\w+)", done.stdout)[1]
+    assert digests["off"] == digests["stock"]
+    assert digests["on"] != digests["stock"]  # alpha is honoured
 
 
 # ---- the series for upstream: the same changes without Viking ----

@@ -538,12 +538,17 @@ def test_bitsandbytes_keeps_its_8_bit_state_and_the_weights_move():
     assert opt.state[weight]["state1"].dtype == torch.uint8
 
 
-def test_accelerates_wrapper_is_served_through_the_optimizer_in_it():
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_accelerates_wrapper_is_served_through_the_optimizer_in_it(wrapped_first):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    parameters = weights()
-    wrapped = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(parameters, lr=1e-3))
-    assert viking.stochastic_rounding(wrapped) is wrapped
-    give_gradients(parameters, 0)
-    wrapped.step()
-    assert rounding.is_rounding(wrapped)
-    assert wrapped.optimizer.param_groups[0][rounding.STEP_KEY] == 1
+    parameters, plain = weights(), weights()
+    opt = torch.optim.AdamW(parameters, lr=1e-3)
+    if wrapped_first:
+        viking.stochastic_rounding(opt)
+    prepared = accelerate.Accelerator(cpu=True).prepare(opt)
+    if not wrapped_first:
+        assert viking.stochastic_rounding(prepared) is prepared
+    assert rounding.is_rounding(prepared)
+    run(prepared, parameters, 0, 3)
+    run(viking.stochastic_rounding(torch.optim.AdamW(plain, lr=1e-3)), plain, 0, 3)
+    assert all(torch.equal(a, b) for a, b in zip(parameters, plain, strict=True))

@@ -67,8 +67,12 @@ def exact_scales(module: Any) -> None:
     """Keep a plain LoRA's scale exact in bf16: a GPU multiplies a bf16 tensor by a scalar tensor in bf16, but by one
     with a dimension in fp32. Only where bf16 cannot hold the scale, because the fp32 product costs memory traffic."""
     scale = getattr(module, "_runtime_scale", None)
+    if scale is None:
+        return
+    if scale.dtype != torch.float32:  # somebody has cast the whole module
+        scale = module._runtime_scale = torch.full_like(scale, module.scale, dtype=torch.float32)
     down = getattr(module, "lora_down", None)
-    if scale is None or down is None or getattr(down, "weight", None) is None or scale.dim() != 0:
+    if down is None or getattr(down, "weight", None) is None or scale.dim() != 0:
         return
     rounded = float(torch.tensor(float(module.scale)).to(torch.bfloat16))
     if down.weight.dtype == torch.bfloat16 and rounded != float(module.scale):
