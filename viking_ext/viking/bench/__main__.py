@@ -6,7 +6,6 @@ import argparse
 import gc
 import json
 import os
-import resource
 import sys
 import time
 from fractions import Fraction
@@ -42,6 +41,15 @@ def memory_in_use(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free
+
+
+def peak_host_bytes() -> int:
+    """Of this process; 0 where the system does not tell (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def steady_state(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
@@ -250,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
         gc.collect()
         rows.append(run_toolkit(path, model, x, options))
         show(rows[-1])
-    print(f"peak host memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB")
+    print(f"peak host memory {format_bytes(peak_host_bytes())}")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(rows, file, indent=1)
