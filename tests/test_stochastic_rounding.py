@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import viking
-from viking.optim import rounding
+from viking.optim import bits, rounding
 from viking.optim.bits import key_of, round_, round_by_torch
 
 BF16 = torch.bfloat16
@@ -65,8 +65,8 @@ def run(opt: torch.optim.Optimizer, parameters: list[nn.Parameter], first: int, 
 )
 @settings(deadline=None)
 def test_torch_operations_and_the_native_kernel_give_the_same_bits(values, counts, seed):
-    bits = torch.tensor([value - 2**32 if value >> 31 else value for value in values], dtype=torch.int32)
-    source = bits.view(torch.float32)
+    patterns = torch.tensor([value - 2**32 if value >> 31 else value for value in values], dtype=torch.int32)
+    source = patterns.view(torch.float32)
     cut = []
     for count in counts:
         cut.append(min(count, len(values) - sum(cut)))
@@ -87,6 +87,19 @@ def test_both_agree_on_many_values():
     assert ((native.float() - source).abs() <= step).all()
     error = ((native.float() - source) / step).mean().item()
     assert abs(error) < 5 * 0.41 / 1000  # the deviation of one rounding is at most 0.41 steps here
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_pieces_of_a_large_weight_have_the_bits_of_the_whole(monkeypatch, strided):
+    monkeypatch.setattr(bits, "PIECE_ELEMENTS", 1000)
+    source = torch.randn(2 * 3 * 37 * 41, generator=torch.Generator().manual_seed(3))
+    whole = torch.empty(2, 3, 37, 41, dtype=BF16)
+    bits.round_([whole], source, [key_of(4, 5, 6)])
+    pieces = torch.empty_like(whole)
+    if strided:
+        pieces = pieces.to(memory_format=torch.channels_last)
+    bits._round_large_(pieces, source, key_of(4, 5, 6))
+    assert torch.equal(whole, pieces)
 
 
 @pytest.mark.parametrize(
@@ -552,3 +565,56 @@ def test_accelerates_wrapper_is_served_through_the_optimizer_in_it(wrapped_first
     run(prepared, parameters, 0, 3)
     run(viking.stochastic_rounding(torch.optim.AdamW(plain, lr=1e-3)), plain, 0, 3)
     assert all(torch.equal(a, b) for a, b in zip(parameters, plain, strict=True))
+
+
+# ---- on a GPU ----
+
+cuda = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+on_cuda = [pytest.param("cuda", marks=cuda)]
+
+
+@pytest.mark.parametrize("device", on_cuda)
+@pytest.mark.parametrize("counts", [[100_003], [1, 2, 50_000, 7, 49_993], [64] * 500])
+def test_a_gpu_draws_the_same_bits_as_the_cpu(device, counts):
+    source = torch.randn(sum(counts), generator=torch.Generator().manual_seed(1))
+    source[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+    keys = [key_of(3, index, 9) for index in range(len(counts))]
+    expected = [torch.empty(count, dtype=BF16) for count in counts]
+    actual = [torch.empty(count, dtype=BF16, device=device) for count in counts]
+    round_(expected, source, keys)
+    round_(actual, source.to(device), keys)
+    for one, other in zip(expected, actual, strict=True):
+        assert torch.equal(one.view(torch.int16), other.cpu().view(torch.int16))
+
+
+@pytest.mark.parametrize("device", on_cuda)
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_step_on_a_gpu_waits_for_nothing_and_moves_the_weights(device, fused):
+    parameters = [nn.Parameter(torch.ones(shape, dtype=BF16, device=device)) for shape in ((64, 64), (300,), (128, 32))]
+    opt = viking.stochastic_rounding(torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.0, fused=fused))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    opt.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(499):
+            opt.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    moved = 1.0 - torch.cat([parameter.detach().flatten() for parameter in parameters]).double().mean().item()
+    assert moved == pytest.approx(0.005, rel=0.1)
+
+
+@pytest.mark.parametrize("device", on_cuda)
+def test_bitsandbytes_on_a_gpu(device):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    weight = nn.Parameter(torch.ones(64, 1024, dtype=BF16, device=device))
+    opt = viking.stochastic_rounding(bitsandbytes.optim.AdamW8bit([weight], lr=1e-5, weight_decay=0.0))
+    for _ in range(500):
+        weight.grad = torch.ones_like(weight)
+        opt.step()
+    assert opt.state[weight]["state1"].dtype == torch.uint8
+    assert 1.0 - weight.detach().double().mean().item() == pytest.approx(0.005, rel=0.1)

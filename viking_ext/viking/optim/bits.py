@@ -6,6 +6,7 @@ unsigned ones do and differ from them only in what a right shift brings in, henc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ from viking import _engine
 Key = tuple[int, int]
 
 _MASK64 = (1 << 64) - 1
+PIECE_ELEMENTS = 1 << 23
 
 
 def _mix(value: int) -> int:
@@ -41,29 +43,32 @@ def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
     return (bits >> by).bitwise_and_((1 << 32 - by) - 1)
 
 
-def _spread(values: Sequence[int], counts: Sequence[int], like: torch.Tensor) -> torch.Tensor | int:
-    """One value per tensor to one per element; a plain int where there is but one tensor."""
-    if len(values) == 1:
-        return _signed(values[0])
-    table = torch.tensor([[_signed(value) for value in values], list(counts)], device=like.device)
-    return torch.repeat_interleave(table[0].to(torch.int32), table[1], output_size=like.numel())
+def _per_element(
+    counts: Sequence[int], keys: Sequence[Key], source: torch.Tensor
+) -> tuple[torch.Tensor | int, torch.Tensor | int]:
+    """Both halves of each element's key, less the index of its tensor's first element; plain ints for one tensor."""
+    if len(counts) == 1:
+        return _signed(keys[0][0]), _signed(keys[0][1])
+    starts = itertools.accumulate(counts, initial=0)
+    offsets = [_signed(offset - start) for (offset, _), start in zip(keys, starts, strict=False)]
+    table = torch.tensor([offsets, [_signed(inner) for _, inner in keys], list(counts)], dtype=torch.int32)
+    if source.is_cuda:  # from pinned memory the host does not wait for the device
+        table = table.pin_memory().to(source.device, non_blocking=True)
+    owner = torch.repeat_interleave(table[2], output_size=source.numel())
+    return table[0].index_select(0, owner), table[1].index_select(0, owner)
 
 
 def round_by_torch(source: torch.Tensor, counts: Sequence[int], keys: Sequence[Key]) -> torch.Tensor:
     """Round a flat fp32 tensor, the concatenation of tensors of `counts` elements with a key each, to bf16.
 
-    Runs in torch operations on the tensor's device and takes about four times its memory meanwhile.
+    Runs in torch operations on the tensor's device and takes about five times its memory meanwhile.
     """
-    starts, at = [], 0
-    for count in counts:
-        starts.append(at)
-        at += count
-    offsets = [offset - start for (offset, _), start in zip(keys, starts, strict=True)]
+    offset, inner = _per_element(counts, keys, source)
     bits = torch.arange(source.numel(), dtype=torch.int32, device=source.device)
-    bits += _spread(offsets, counts, source)
+    bits += offset
     bits ^= _shift(bits, 17)
     bits *= _signed(0xED5AD4BB)
-    bits += _spread([inner for _, inner in keys], counts, source)
+    bits += inner
     bits ^= _shift(bits, 11)
     bits *= _signed(0xAC4C1B51)
     bits ^= _shift(bits, 15)
@@ -74,6 +79,16 @@ def round_by_torch(source: torch.Tensor, counts: Sequence[int], keys: Sequence[K
     rounded = bits.to(torch.int16)
     rounded.masked_fill_(source.isnan(), 0x7FC0)
     return rounded.view(torch.bfloat16)
+
+
+def _round_large_(destination: torch.Tensor, source: torch.Tensor, key: Key) -> None:
+    """One tensor in pieces, so that the integers of a large weight do not need several times its memory."""
+    flat = destination.view(-1) if destination.is_contiguous() else torch.empty_like(source, dtype=torch.bfloat16)
+    for start in range(0, source.numel(), PIECE_ELEMENTS):
+        part = source[start : start + PIECE_ELEMENTS]
+        flat[start : start + PIECE_ELEMENTS] = round_by_torch(part, [part.numel()], [(key[0] + start, key[1])])
+    if not destination.is_contiguous():
+        destination.copy_(flat.view(destination.shape))
 
 
 def round_(destinations: Sequence[torch.Tensor], source: torch.Tensor, keys: Sequence[Key]) -> None:
@@ -88,6 +103,10 @@ def round_(destinations: Sequence[torch.Tensor], source: torch.Tensor, keys: Seq
             _engine.round_to_bf16(target, part, offset, inner)
             if target is not destination:
                 destination.copy_(target.view(destination.shape))
-        return
-    for destination, part in zip(destinations, round_by_torch(source, counts, keys).split(counts), strict=True):
-        destination.copy_(part.view(destination.shape))
+    elif len(destinations) == 1:
+        _round_large_(destinations[0], source, keys[0])
+    else:
+        rounded = round_by_torch(source, counts, keys).split(counts)
+        torch._foreach_copy_(
+            list(destinations), [part.view(d.shape) for part, d in zip(rounded, destinations, strict=True)]
+        )
