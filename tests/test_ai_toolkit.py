@@ -141,6 +141,17 @@ def test_rank_stabilised_strength_is_written_so_that_alpha_over_rank_gives_it():
     assert torch.equal(again.output(), network.output())
 
 
+@pytest.mark.parametrize("nothing", [0, None])
+def test_an_alpha_of_nothing_means_the_rank(nothing):
+    assert StandInNetwork(16, given={"linear_alpha": nothing}).unet_loras[0].scale == 1.0
+
+
+def test_rank_stabilising_needs_an_alpha_that_was_asked_for(capsys):
+    network = StandInNetwork(16, given={"viking_rank_stabilized": True})
+    assert network.unet_loras[0].scale == 1.0
+    assert "viking_rank_stabilized needs a linear_alpha" in capsys.readouterr().out
+
+
 def test_a_baked_file_has_the_strength_in_its_weights():
     network = StandInNetwork(8, given={"linear_alpha": 4, "viking_alpha": "baked"})
     file = network.save()

@@ -94,17 +94,16 @@ def keeps_alpha(network: Any) -> bool:
             print(f"Viking: alpha has no effect in a network of type {network.network_type}")
         return False
     stabilized = settings.rank_stabilized(getattr(network, "network_config", None))
-    if not explicit and not stabilized:
+    if not explicit:
+        if stabilized:
+            print("Viking: viking_rank_stabilized needs a linear_alpha or conv_alpha in the config; there is none")
         return False
-    if network.peft_format:
-        if "linear" not in explicit:
-            network.alpha = network.lora_dim
-        if "conv" not in explicit:
-            network.conv_alpha = network.conv_lora_dim
-    for alpha, rank in (("alpha", "lora_dim"), ("conv_alpha", "conv_lora_dim")):
+    for half, alpha, rank in (("linear", "alpha", "lora_dim"), ("conv", "conv_alpha", "conv_lora_dim")):
         value, size = getattr(network, alpha), getattr(network, rank)
-        if size and value:
+        if half in explicit and value:  # 0 and null mean the rank, as the modules have it
             setattr(network, alpha, _fp32(value * math.sqrt(size)) if stabilized else _exact(value))
+        elif network.peft_format:
+            setattr(network, alpha, size)
     if network.peft_format and network.lora_dim and network.alpha != network.lora_dim:
         root = "sqrt(rank)" if stabilized else "rank"
         print(
