@@ -1,9 +1,9 @@
 /* Stochastic rounding to bf16: the scalar oracle and the choice of an implementation.
  *
- * bf16 is the upper half of an fp32, so the distance from the bf16 below is the lower half, in units of 2^-16 of a step.
- * Adding 16 random bits carries into the upper half with exactly that probability. The bits come from a hash instead of
- * a generator: a generator has a state, and with it an order in which weights must be served and a history that a
- * resumed run must replay.
+ * bf16 is the upper half of an fp32, so the distance from the bf16 below is the lower half, in units of 2^-16 of a
+ * step. Adding 16 random bits carries into the upper half with exactly that probability. The bits come from a hash
+ * instead of a generator: a generator has a state, and with it an order in which weights must be served and a history
+ * that a resumed run must replay.
  *
  * The key enters twice, before and after the first round. A single offset would make the bits of two weights shifted
  * copies of one sequence. Two rounds instead of three leave neighbours visibly dependent.
