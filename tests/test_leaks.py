@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from typing import Any
 
 import psutil
@@ -16,6 +17,7 @@ import viking
 from support.models import build
 from support.training import inputs, one_step, train
 from viking import _engine
+from viking.nn.device import DeviceEngine
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MIB = 1 << 20
@@ -39,7 +41,7 @@ def alive(kind: type) -> int:
     return sum(type(o) is kind for o in gc.get_objects())
 
 
-def test_three_hundred_steps_of_changing_sizes_take_no_more_memory_than_a_hundred() -> None:
+def test_steps_of_changing_sizes_take_no_more_memory_after_the_first_hundred() -> None:
     model, trained = build(checkpointing="early stop", depth=2)
     attach(model)
     sizes = [(1 + i % 3, 3 + i % 11, 64) for i in range(33)]
@@ -53,10 +55,14 @@ def test_three_hundred_steps_of_changing_sizes_take_no_more_memory_than_a_hundre
                 p.grad = None
 
     steps(100)
-    memory, running, objects = rss(), threads(), len(gc.get_objects())
-    steps(200)
+    running, objects = threads(), len(gc.get_objects())
+    growth = []
+    for _ in range(3):  # a leak shows in each of them, the allocator's mood in one
+        memory = rss()
+        steps(70)
+        growth.append(rss() - memory)
 
-    assert rss() - memory < 2 * MIB
+    assert min(growth) < MIB // 2
     assert threads() == running
     assert len(gc.get_objects()) - objects < 200
 
@@ -110,8 +116,16 @@ def test_fifty_rounds_of_attach_and_detach_leave_nothing_alive() -> None:
 def test_reference_counts_are_as_before() -> None:
     model, trained = build(depth=1)
     linear = model.enter
-    watched = [linear, linear.weight, linear.bias, linear._parameters, model, None, nn.Linear.forward,
-               viking.LinearLayerMemoryManager]
+    watched = [
+        linear,
+        linear.weight,
+        linear.bias,
+        linear._parameters,
+        model,
+        None,
+        nn.Linear.forward,
+        viking.LinearLayerMemoryManager,
+    ]
     before = [sys.getrefcount(o) for o in watched]
 
     for _ in range(3):
@@ -150,3 +164,30 @@ def test_failed_calls_leak_nothing() -> None:
         fail()
 
     assert [sys.getrefcount(o) for o in (model[0].weight, manager, model[0])] == before
+
+
+def test_a_model_that_is_dropped_without_detach_goes_and_its_engine_with_it() -> None:
+    model = attach(build()[0])
+    model(inputs(0)).sum().backward()
+    gone = weakref.ref(model)
+
+    del model
+    gc.collect()
+
+    assert gone() is None
+    assert not DeviceEngine._open
+
+
+def test_a_model_dropped_beside_another_leaves_its_room_to_it() -> None:
+    kept, expected = attach(build()[0]), build()[0]
+    dropped = attach(build()[0])
+    for model in (kept, dropped):
+        model(inputs(0))
+    managed = viking.stats(kept).streamed_bytes
+
+    del dropped, model
+    gc.collect()
+
+    for seed in range(3):
+        assert torch.equal(kept(inputs(seed)), expected(inputs(seed)))
+    assert viking.stats(kept).streamed_bytes == managed // 2

@@ -10,6 +10,7 @@ import itertools
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,6 +22,7 @@ from viking.units import format_bytes
 
 if TYPE_CHECKING:
     from viking._engine import LinearLayerMemoryManager
+    from viking.nn.managing import MemoryManager
 
 #: Training steps after which everything but the weights is taken to have reached its peak.
 SETTLING_STEPS = 2
@@ -47,12 +49,32 @@ def resolve_device(device: str | torch.device | int) -> torch.device:
     return torch.device("cuda", index)
 
 
+class ChangeLock:
+    """A reentrant lock that says whether anybody holds it, for a garbage collector that runs inside a change."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    @property
+    def is_held(self) -> bool:
+        return self._depth > 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        self._lock.release()
+
+
 class DeviceEngine:
     """The engine of one device and what it needs of torch: the slab's memory, and the sizes of everything else."""
 
     _open: ClassVar[dict[torch.device, DeviceEngine]] = {}
     #: Held while weights come, go or move: threads may attach, train and detach models of one device.
-    lock: ClassVar[threading.RLock] = threading.RLock()
+    lock: ClassVar[ChangeLock] = ChangeLock()
     #: How the native engine is made; tests put engines with delays and faults here.
     make_engine: ClassVar[Callable[[torch.device], _engine.Engine] | None] = None
 
@@ -76,10 +98,21 @@ class DeviceEngine:
         self.settled = False
         self.pin_limit: int | None = None
         self.pin_warned = False
-        self.linears: dict[int, list[LinearLayerMemoryManager]] = {}  # by weight number
-        self.resident_bytes = 0  # of tensors that managers moved here for good
-        self.users = 0
+        # Weakly: a model that is dropped without a detach goes, and its weights with it.
+        self.managers: weakref.WeakSet[MemoryManager] = weakref.WeakSet()
+        self.numbers: set[int] = set()  # of all weights that the engine has
         self.keys = itertools.count(1)
+        self.lost = False  # models were dropped since the last layout
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of tensors that managers moved here for good."""
+        return sum(manager.moved_bytes for manager in self.managers)
+
+    @property
+    def linears(self) -> dict[int, list[LinearLayerMemoryManager]]:
+        """Those of all models, by weight number."""
+        return {n: together for manager in self.managers for n, together in manager.by_weight.items()}
 
     # ---- budget ----
 
@@ -87,7 +120,7 @@ class DeviceEngine:
         """An automatic budget leaves what an earlier attach has said."""
         if asked == Budget():
             return
-        if self.users > 0 and self.budget not in (Budget(), asked):
+        if self.managers and self.budget not in (Budget(), asked):
             warnings.warn(
                 f"the budget of {self.device} is now {asked} instead of {self.budget}: it is shared by all models on "
                 "the device",
@@ -116,7 +149,8 @@ class DeviceEngine:
 
     def relayout(self) -> None:
         """Find addresses for all weights under the budget and put them into force."""
-        if not self.linears:
+        self.sweep()
+        if not self.numbers:
             self._drop_slab()
             return
         slab_bytes = self.engine.layout(self.budget_bytes())
@@ -133,9 +167,9 @@ class DeviceEngine:
         for manager in self._managers():
             manager.forget_views()
 
-    def lacks_slab(self) -> bool:
-        """There was no memory for it at the last relayout."""
-        return self.slab is None and bool(self.linears)
+    def needs_layout(self) -> bool:
+        """There was no memory for the slab at the last relayout, or a model has gone since."""
+        return self.lost or (self.slab is None and bool(self.numbers))
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -160,10 +194,11 @@ class DeviceEngine:
         """Pin what is streamed and unpin what is resident. What the system refuses is streamed from pageable memory."""
         if self.device.type == "cpu" and DeviceEngine.make_engine is None:
             return
-        sizes = {w: together[0].nbytes for w, together in self.linears.items()}
+        linears = self.linears
+        sizes = {w: together[0].nbytes for w, together in linears.items()}
         total, done, pinned = sum(sizes.values()), 0, 0
         for weight, nbytes in sizes.items():
-            path = self.linears[weight][0].path
+            path = linears[weight][0].path
             if self.pin_limit is not None and path != "resident" and pinned + nbytes > self.pin_limit:
                 self.engine.unpin(weight)
             else:
@@ -189,13 +224,39 @@ class DeviceEngine:
 
     # ---- life ----
 
-    def leave(self) -> None:
+    def join(self, manager: MemoryManager) -> None:
+        """A model comes. It leaves by :meth:`leave`, or by being garbage."""
+        self.managers.add(manager)
+        weakref.finalize(manager, self._dropped).atexit = False
+
+    def leave(self, manager: MemoryManager) -> None:
         """A model was detached. The last one closes the engine."""
-        self.users -= 1
-        if self.users > 0:
+        self.managers.discard(manager)
+        if self.managers:
             self.relayout()
             self.pin()
+        else:
+            self._close()
+
+    def sweep(self) -> None:
+        """Forget the weights of models that were dropped without a detach."""
+        self.lost = False
+        for number in self.numbers - set(self.linears):
+            self.engine.remove(number)
+            self.numbers.discard(number)
+
+    def _dropped(self) -> None:
+        # The garbage collector calls at any moment: inside a change or a use of another model, where nothing may move.
+        if DeviceEngine._open.get(self.device) is not self:
             return
+        self.lost = True
+        alone = not any(True for _ in self.managers)  # its length may count the one that is going
+        if alone and not DeviceEngine.lock.is_held:
+            with DeviceEngine.lock:
+                self.sweep()
+                self._close()
+
+    def _close(self) -> None:
         self._drop_slab()
         self.engine.close()
         DeviceEngine._open.pop(self.device, None)

@@ -7,8 +7,8 @@ manager. What replaces the forward after us keeps ours, which does what the modu
 
 from __future__ import annotations
 
-import copy
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any

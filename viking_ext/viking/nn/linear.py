@@ -1,11 +1,12 @@
-"""The arithmetic of a streamed Linear: one autograd Function around acquire and release.
+"""The arithmetic of a streamed Linear: one autograd Function around the uses of its weight.
 
-Autograd never holds the weight: what a use gets is a view of the slab, which other weights overwrite after the
-release. Backward acquires it again. `x` is kept only where the weight wants a gradient.
+Autograd never holds the weight: what a use gets is a view of the slab, which other weights overwrite after it.
+Backward is a use of its own. `x` is kept only where the weight wants a gradient.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +32,7 @@ class StreamedLinear(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        device_weight, device_bias, ticket = manager.acquire()
-        try:
-            y = functional.linear(x, device_weight, device_bias)
-        finally:
-            manager.release(ticket)
+        y = manager.use(partial(functional.linear, x))
         if any(ctx.needs_input_grad):
             ctx.manager = manager
             ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
@@ -54,13 +51,7 @@ class StreamedLinear(torch.autograd.Function):
         rows = grad_y.reshape(-1, grad_y.shape[-1])
         weight, bias = ctx.targets
         if ctx.needs_input_grad[0]:
-            device_weight, _, ticket = ctx.manager.acquire()
-            try:
-                _check_version(ctx)
-                grad_x = _input_gradient(rows, device_weight.to(grad_y.dtype), ctx.column_major)
-            finally:
-                ctx.manager.release(ticket)
-            grad_x = grad_x.reshape(ctx.x_shape).to(ctx.x_dtype)
+            grad_x = ctx.manager.use(partial(_input_gradient, ctx, rows)).reshape(ctx.x_shape).to(ctx.x_dtype)
         if weight is not None and ctx.needs_input_grad[2]:
             (x,) = ctx.saved_tensors
             grad_weight = rows.t().mm(x.reshape(-1, x.shape[-1]).to(grad_y.dtype)).to(weight.device, weight.dtype)
@@ -87,9 +78,11 @@ def _is_column_major(x: torch.Tensor) -> bool:
     return rows.stride(0) == 1 and rows.stride(1) == rows.shape[0]
 
 
-def _input_gradient(rows: torch.Tensor, weight: torch.Tensor, column_major: bool) -> torch.Tensor:
+def _input_gradient(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """grad_y W, (rows, out) x (out, in), with the operands in the order in which torch's own backward has them."""
-    return weight.t().mm(rows.t()).t() if column_major else rows.mm(weight)
+    _check_version(ctx)
+    weight = weight.to(rows.dtype)
+    return weight.t().mm(rows.t()).t() if ctx.column_major else rows.mm(weight)
 
 
 def make_views(manager: LinearLayerMemoryManager, address: int) -> tuple[torch.Tensor, torch.Tensor | None]:

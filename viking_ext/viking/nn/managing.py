@@ -10,6 +10,7 @@ included, undoes what was done.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -42,6 +43,7 @@ class MemoryManager:
         self.kept = tuple(ignore)  # so that the ids above stay theirs
         self.linears: dict[nn.Module, LinearLayerMemoryManager] = {}
         self.weights: dict[int, Weight] = {}  # by weight number
+        self.by_weight: dict[int, list[LinearLayerMemoryManager]] = {}
         self.reasons: dict[str, str] = {}  # why a Linear of this name is not streamed
         self.moved: list[tuple[nn.Module, torch.device]] = []
         self.moved_bytes = 0
@@ -74,7 +76,7 @@ class MemoryManager:
         device = self.device
         before = (device.budget, device.settled, device.pin_limit)
         device.set_budget(budget)
-        device.users += 1
+        device.join(self)
         try:
             device.pin_limit = pin_limit
             self._adopt(progress)
@@ -122,12 +124,13 @@ class MemoryManager:
             number = self.device.engine.add(home, weight.nbytes)
             numbers.append(number)
             self.weights[number] = weight
-            self.device.linears[number] = []
+            self.device.numbers.add(number)
+            self.by_weight[number] = []
             for module in weight.modules:
                 manager = LinearLayerMemoryManager(module, self, self.device.engine)
                 manager.bind(number, home, weight.nbytes)
                 self.linears[module] = manager
-                self.device.linears[number].append(manager)
+                self.by_weight[number].append(manager)
         return numbers
 
     def _fill(self, numbers: list[int], progress: Progress) -> None:
@@ -135,7 +138,7 @@ class MemoryManager:
         done = 0
         for number in numbers:
             weight = self.weights[number]
-            home = self.device.linears[number][0].home
+            home = self.by_weight[number][0].home
             base = _tensor_over(home)
             for segment in weight.segments:
                 if segment.device.type == "cpu":
@@ -146,7 +149,7 @@ class MemoryManager:
                     if place.segment.device.type != "cpu":
                         target.copy_(place.parameter)
                     place.parameter.data = target
-            for manager in self.device.linears[number]:
+            for manager in self.by_weight[number]:
                 manager.bind(number, home, weight.nbytes)
             done += weight.nbytes
             progress(done, total, "moving weights to their homes")
@@ -161,7 +164,6 @@ class MemoryManager:
             self.moved_bytes += tensor.numel() * tensor.element_size()
             return tensor.to(device)
 
-        before = self.moved_bytes
         for module in self.module.modules():
             if module in self.linears or id(module) in self.ignored or hasattr(module, "_layer_memory_manager"):
                 continue
@@ -170,7 +172,6 @@ class MemoryManager:
             if away:
                 self.moved.append((module, away[0].device))
                 nn.Module._apply(module, move, recurse=False)
-        self.device.resident_bytes += self.moved_bytes - before
 
     def _install(self, verdicts: list[Verdict]) -> None:
         for verdict in verdicts:
@@ -215,8 +216,9 @@ class MemoryManager:
 
     def _release_weight(self, number: int) -> None:
         self.device.engine.remove(number)
+        self.device.numbers.discard(number)
         weight = self.weights.pop(number)
-        managers = self.device.linears.pop(number)
+        managers = self.by_weight.pop(number)
         for module in weight.modules:
             forwards.remove(module, self.linears.pop(module))
         home = managers[0].home
@@ -245,16 +247,18 @@ class MemoryManager:
         engine = self.device.engine
         old = manager.weight
         engine.drain_copies()
-        managers = self.device.linears.pop(old)
+        managers = self.by_weight.pop(old)
         fresh = group(modules)
         engine.remove(old)
+        self.device.numbers.discard(old)
         del self.weights[old]
         for weight in fresh:
             home = Home(weight.nbytes)
             number = engine.add(home, weight.nbytes)
             self.weights[number] = weight
-            self.device.linears[number] = [m for m in managers if m.module in weight.modules]
-            for together in self.device.linears[number]:
+            self.device.numbers.add(number)
+            self.by_weight[number] = [m for m in managers if m.module in weight.modules]
+            for together in self.by_weight[number]:
                 together.bind(number, home, weight.nbytes)
             self._fill([number], lambda done, total, what: None)
         self.device.relayout()
@@ -274,7 +278,7 @@ class MemoryManager:
                 self._adopt_late_comers()
         training = torch.is_grad_enabled()
         renew = self.device.engine.pass_begin(2 * self._key + training, training)
-        if renew or self.device.settle() or self.device.lacks_slab():
+        if renew or self.device.settle() or self.device.needs_layout():
             with DeviceEngine.lock:
                 self.device.relayout()
                 self.device.pin()
@@ -301,17 +305,19 @@ class MemoryManager:
             self._hook.remove()
             self._hook = None
         self.module.__dict__.pop("_memory_manager", None)
-        travelled = [(weight, self.device.linears[number][0].home) for number, weight in self.weights.items()
-                    if any(segment.device.type != "cpu" for segment in weight.segments)]
+        travelled = [
+            (weight, self.by_weight[number][0].home)
+            for number, weight in self.weights.items()
+            if any(segment.device.type != "cpu" for segment in weight.segments)
+        ]
         for number in list(self.weights):
             self._release_weight(number)
         for module, origin in reversed(self.moved):
             nn.Module._apply(module, lambda t, to=origin: t if id(t) in self.ignored else t.to(to), recurse=False)
-        self.device.resident_bytes -= self.moved_bytes
         self.moved.clear()
-        for other in _watched.values():  # one that covers these modules as well takes them over
+        for other in list(_watched.values()):  # one that covers these modules as well takes them over
             other.stale = True
-        self.device.leave()
+        self.device.leave(self)
         for weight, home in travelled:  # only now: the slab's memory is what they need
             for segment in weight.segments:
                 if segment.device.type != "cpu":
@@ -326,12 +332,12 @@ def _tensor_over(home: Home) -> torch.Tensor:
 
 # ---- modules and parameters that are registered after attach ----
 
-_watched: dict[int, MemoryManager] = {}
+_watched: weakref.WeakValueDictionary[int, MemoryManager] = weakref.WeakValueDictionary()
 _watch_hooks: list[Any] = []
 
 
 def _watch(manager: MemoryManager) -> None:
-    if not _watched:
+    if not _watch_hooks:
         _watch_hooks.append(torch_module.register_module_module_registration_hook(_registered))
         _watch_hooks.append(torch_module.register_module_parameter_registration_hook(_registered))
     _watched[id(manager)] = manager
@@ -346,7 +352,7 @@ def _unwatch(manager: MemoryManager) -> None:
 
 
 def _registered(module: nn.Module, name: str, value: Any) -> None:
-    for manager in _watched.values():
+    for manager in list(_watched.values()):
         manager.stale = True
 
 
