@@ -90,6 +90,18 @@ static int read_in_child(volatile unsigned char *address)
     return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
+/* The child did not read `value`: it was killed, or, where a sanitizer maps memory of its own into the hole right after
+ * the fork, read that. */
+static bool is_missing(int end, int value)
+{
+#if defined(__SANITIZE_THREAD__)
+    return end != value;
+#else
+    (void)value;
+    return end == -SIGSEGV;
+#endif
+}
+
 static void a_child_does_not_have_what_it_must_not_inherit(void)
 {
     size_t bytes = 3 * viking_os_page_bytes();
@@ -101,8 +113,8 @@ static void a_child_does_not_have_what_it_must_not_inherit(void)
     CHECK(read_in_child(cells) == 42);
 
     CHECK_OK(viking_os_inherit(address, bytes, false));
-    CHECK(read_in_child(cells) == -SIGSEGV);
-    CHECK(read_in_child(cells + bytes - 1) == -SIGSEGV);
+    CHECK(is_missing(read_in_child(cells), 42));
+    CHECK(is_missing(read_in_child(cells + bytes - 1), 43));
     CHECK(cells[0] == 42); /* the parent keeps it */
 
     CHECK_OK(viking_os_inherit(address, bytes, true));
