@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
 import weakref
 from typing import Any
 
@@ -14,7 +17,8 @@ import viking
 from support.models import Net
 from support.state import Snapshot
 from support.training import inputs
-from viking import LinearLayerMemoryManager
+from viking import LinearLayerMemoryManager, _engine
+from viking.nn.device import DeviceEngine
 
 
 def attach(model: nn.Module, budget: Any = 0) -> nn.Module:
@@ -64,6 +68,41 @@ def test_tensors_over_the_slab_are_made_once(model: nn.Module) -> None:
         kept = weight
 
     assert seen == {id(kept)}
+
+
+def test_a_use_lasts_for_one_call_and_gives_its_result(model: nn.Module) -> None:
+    manager = model[0]._layer_memory_manager
+
+    same = manager.use(lambda weight, bias: torch.equal(weight, model[0].weight) and torch.equal(bias, model[0].bias))
+
+    assert same
+    assert manager.uses == 1
+    manager.detach()  # refuses while a use is open
+
+
+def test_a_use_ends_with_the_exception_of_its_call(model: nn.Module) -> None:
+    manager = model[0]._layer_memory_manager
+
+    with pytest.raises(ZeroDivisionError):
+        manager.use(lambda weight, bias: 1 / 0)
+
+    manager.detach()
+
+
+def test_an_interrupt_while_bytes_are_awaited_leaves_no_use_open() -> None:
+    DeviceEngine.make_engine = lambda device: _engine.Engine("host", bytes_per_second=8_000_000)  # 0.08 s a weight
+    model = attach(nn.Sequential(*(nn.Linear(400, 400, bias=False) for _ in range(4))).requires_grad_(False))
+    x = torch.ones(1, 400)
+    with torch.no_grad():
+        for _ in range(3):  # until the views are made
+            expected = model(x)
+
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+
+        assert torch.equal(model(x), expected)
+    viking.detach(model)
 
 
 def test_one_use_may_lie_in_another(model: nn.Module) -> None:

@@ -3,12 +3,13 @@
  * Its forward replaces the module's. It captures nothing of the module but the module: weight and bias are looked up at
  * every use and compared (identity, address, version) with what the home was filled from, so an edit, a replacement or
  * a load_state_dict in between is seen by the next use. The arithmetic is one autograd Function in Python
- * (viking.nn.linear), which calls acquire and release around it; the tensors over the span are made once per layout. */
+ * (viking.nn.linear), which asks for them by `use`; the tensors over the span are made once per layout. */
 #include <string.h>
 
 #include "engine.h"
 #include "error.h"
 #include "home.h"
+#include "raised.h"
 #include "state.h"
 #include "tensor.h"
 
@@ -193,18 +194,11 @@ static int make_views(linear_object *self, const viking_acquired *acquired)
     return 0;
 }
 
-PyDoc_STRVAR(acquire_doc,
-             "acquire() -> (weight, bias, ticket)\n--\n\nThe module's tensors on the device, for work queued "
-             "on the current stream until release(ticket). They are overwritten afterwards: do not keep "
-             "them.");
-
-static PyObject *linear_acquire(PyObject *object, PyObject *unused)
+/* Begin a use: (weight, bias) over the span, and the ticket that ends it. NULL with an exception: nothing was begun. */
+static PyObject *begin_use(linear_object *self, uint64_t *out_ticket)
 {
-    (void)unused;
-    linear_object *self = (linear_object *)object;
-    viking_state *state = viking_state_of(object);
     viking_stream stream;
-    if (detached(self) || load_python_side(state) < 0 || look_for_edits(self) < 0)
+    if (detached(self) || load_python_side(viking_state_of((PyObject *)self)) < 0 || look_for_edits(self) < 0)
         return NULL;
     viking_engine *engine = viking_py_engine_of(self->engine);
     if (engine == NULL || viking_py_engine_stream(self->engine, &stream) < 0)
@@ -213,14 +207,76 @@ static PyObject *linear_acquire(PyObject *object, PyObject *unused)
     viking_status status = viking_py_engine_acquire(engine, self->weight, stream, &acquired);
     if (status != VIKING_OK)
         return viking_py_raise(status);
-    PyObject *result = NULL;
     bool valid =
         self->views != NULL && self->views_address == acquired.address && self->views_layout == acquired.layout;
-    if (valid || make_views(self, &acquired) == 0)
-        result = Py_BuildValue("OOK", PyTuple_GetItem(self->views, WEIGHT), PyTuple_GetItem(self->views, BIAS),
-                               (unsigned long long)acquired.ticket);
-    if (result == NULL)
+    if (!valid && make_views(self, &acquired) < 0) {
         viking_py_engine_release(engine, acquired.ticket, stream);
+        return NULL;
+    }
+    *out_ticket = acquired.ticket;
+    return Py_NewRef(self->views);
+}
+
+static int end_use(linear_object *self, uint64_t ticket)
+{
+    viking_stream stream;
+    if (detached(self))
+        return -1;
+    viking_engine *engine = viking_py_engine_of(self->engine);
+    if (engine == NULL || viking_py_engine_stream(self->engine, &stream) < 0)
+        return -1;
+    viking_status status = viking_py_engine_release(engine, ticket, stream);
+    if (status == VIKING_OK)
+        return 0;
+    viking_py_raise(status);
+    return -1;
+}
+
+PyDoc_STRVAR(use_doc,
+             "use(compute) -> Any\n--\n\nWhat compute(weight, bias) returns, called with the module's tensors on the "
+             "device; work that it queues on the current stream finds them there. They are overwritten afterwards: do "
+             "not keep them. The use ends with the call, whatever it raises.");
+
+/* In C and not a `try` in Python: an interrupt that comes while the bytes are awaited is raised as soon as a call
+ * returns, before any `try` has begun, and the use would stay open for ever. */
+static PyObject *linear_use(PyObject *object, PyObject *compute)
+{
+    linear_object *self = (linear_object *)object;
+    uint64_t ticket = 0;
+    PyObject *views = begin_use(self, &ticket);
+    if (views == NULL)
+        return NULL;
+    PyObject *result = PyObject_CallObject(compute, views);
+    Py_DECREF(views);
+    PyObject *exception = viking_raised_take();
+    if (end_use(self, ticket) < 0 && exception == NULL)
+        Py_CLEAR(result);
+    if (exception != NULL)
+        viking_raised_restore(exception);
+    return result;
+}
+
+PyDoc_STRVAR(acquire_doc,
+             "acquire() -> (weight, bias, ticket)\n--\n\nThe module's tensors on the device, for work queued "
+             "on the current stream until release(ticket). They are overwritten afterwards: do not keep "
+             "them. What needs them during one call alone takes use().");
+
+static PyObject *linear_acquire(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    linear_object *self = (linear_object *)object;
+    uint64_t ticket = 0;
+    PyObject *views = begin_use(self, &ticket);
+    if (views == NULL)
+        return NULL;
+    PyObject *result =
+        Py_BuildValue("OOK", PyTuple_GetItem(views, WEIGHT), PyTuple_GetItem(views, BIAS), (unsigned long long)ticket);
+    Py_DECREF(views);
+    if (result == NULL) {
+        PyObject *exception = viking_raised_take();
+        end_use(self, ticket);
+        viking_raised_restore(exception);
+    }
     return result;
 }
 
@@ -228,16 +284,10 @@ PyDoc_STRVAR(release_doc, "release(ticket)\n--\n\nEnd a use; the work that neede
 
 static PyObject *linear_release(PyObject *object, PyObject *argument)
 {
-    linear_object *self = (linear_object *)object;
     unsigned long long ticket = PyLong_AsUnsignedLongLong(argument);
-    viking_stream stream;
-    if (PyErr_Occurred() || detached(self))
+    if (PyErr_Occurred() || end_use((linear_object *)object, ticket) < 0)
         return NULL;
-    viking_engine *engine = viking_py_engine_of(self->engine);
-    if (engine == NULL || viking_py_engine_stream(self->engine, &stream) < 0)
-        return NULL;
-    viking_status status = viking_py_engine_release(engine, ticket, stream);
-    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+    return Py_NewRef(Py_None);
 }
 
 /* A parameter that wants a gradient takes part in the graph, a frozen one does not. */
@@ -515,6 +565,7 @@ static void linear_dealloc(PyObject *object)
 
 static PyMethodDef linear_methods[] = {
     {"forward", (PyCFunction)(void (*)(void))linear_forward, METH_VARARGS | METH_KEYWORDS, forward_doc},
+    {"use", linear_use, METH_O, use_doc},
     {"acquire", linear_acquire, METH_NOARGS, acquire_doc},
     {"release", linear_release, METH_O, release_doc},
     {"attach", linear_attach, METH_VARARGS | METH_STATIC, attach_doc},
