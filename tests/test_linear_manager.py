@@ -70,6 +70,25 @@ def test_tensors_over_the_slab_are_made_once(model: nn.Module) -> None:
     assert seen == {id(kept)}
 
 
+def test_one_that_was_not_made_by_attach_manages_nothing(model: nn.Module) -> None:
+    model(inputs(0))
+    unbound = LinearLayerMemoryManager(nn.Linear(4, 4), None, model._memory_manager.device.engine)
+
+    for look in (lambda: unbound.device_ptr, lambda: unbound.uses, lambda: unbound.path, unbound.acquire):
+        with pytest.raises(RuntimeError, match="manages nothing yet"):
+            look()
+
+
+def test_a_number_that_no_weight_can_have_is_refused(model: nn.Module) -> None:
+    engine = model._memory_manager.device.engine
+
+    for number in (1 << 32, 1 << 40):
+        with pytest.raises(RuntimeError, match=f"weight {number} is not managed"):
+            engine.invalidate(number)
+    with pytest.raises(OverflowError):
+        engine.remove(-1)
+
+
 def test_a_use_lasts_for_one_call_and_gives_its_result(model: nn.Module) -> None:
     manager = model[0]._layer_memory_manager
 

@@ -196,18 +196,30 @@ static PyObject *engine_add(PyObject *object, PyObject *args)
     return NULL;
 }
 
+/* A weight's number; those that no weight can have are not cut down to one that a weight has. */
+static int read_weight(PyObject *number, uint32_t *out)
+{
+    unsigned long long value = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred())
+        return -1;
+    if (value > UINT32_MAX) {
+        PyErr_Format(PyExc_RuntimeError, "weight %llu is not managed by this engine", value);
+        return -1;
+    }
+    *out = (uint32_t)value;
+    return 0;
+}
+
 /* A method that hands one weight to the core, which may wait. */
 static PyObject *for_weight(PyObject *object, PyObject *argument, viking_status (*call)(viking_engine *, uint32_t))
 {
-    unsigned long weight = PyLong_AsUnsignedLong(argument);
-    if (PyErr_Occurred())
-        return NULL;
-    viking_engine *engine = viking_py_engine_of(object);
+    uint32_t weight = 0;
+    viking_engine *engine = read_weight(argument, &weight) < 0 ? NULL : viking_py_engine_of(object);
     if (engine == NULL)
         return NULL;
     viking_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = call(engine, (uint32_t)weight);
+    status = call(engine, weight);
     Py_END_ALLOW_THREADS
     return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
 }
@@ -365,13 +377,13 @@ PyDoc_STRVAR(acquire_doc,
 
 static PyObject *engine_acquire(PyObject *object, PyObject *argument)
 {
-    unsigned long weight = PyLong_AsUnsignedLong(argument);
-    viking_engine *engine = PyErr_Occurred() ? NULL : viking_py_engine_of(object);
+    uint32_t weight = 0;
+    viking_engine *engine = read_weight(argument, &weight) < 0 ? NULL : viking_py_engine_of(object);
     viking_stream stream;
     if (engine == NULL || viking_py_engine_stream(object, &stream) < 0)
         return NULL;
     viking_acquired acquired;
-    viking_status status = viking_py_engine_acquire(engine, (uint32_t)weight, stream, &acquired);
+    viking_status status = viking_py_engine_acquire(engine, weight, stream, &acquired);
     if (status != VIKING_OK)
         return viking_py_raise(status);
     return Py_BuildValue("KN", (unsigned long long)acquired.ticket, PyLong_FromVoidPtr(acquired.address));

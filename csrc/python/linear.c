@@ -50,6 +50,16 @@ static int detached(const linear_object *self)
     return 1;
 }
 
+/* Made by hand, and not by attach: it stands for no weight of the engine yet. */
+static int unbound(const linear_object *self)
+{
+    if (self->home != NULL)
+        return 0;
+    PyErr_SetString(PyExc_RuntimeError, "this LinearLayerMemoryManager manages nothing yet: make one by viking.attach "
+                                        "or by LinearLayerMemoryManager.attach");
+    return 1;
+}
+
 /* viking.nn.linear, at the first call only: the module must import without torch. */
 static int load_python_side(viking_state *state)
 {
@@ -198,7 +208,8 @@ static int make_views(linear_object *self, const viking_acquired *acquired)
 static PyObject *begin_use(linear_object *self, uint64_t *out_ticket)
 {
     viking_stream stream;
-    if (detached(self) || load_python_side(viking_state_of((PyObject *)self)) < 0 || look_for_edits(self) < 0)
+    if (detached(self) || unbound(self) || load_python_side(viking_state_of((PyObject *)self)) < 0 ||
+        look_for_edits(self) < 0)
         return NULL;
     viking_engine *engine = viking_py_engine_of(self->engine);
     if (engine == NULL || viking_py_engine_stream(self->engine, &stream) < 0)
@@ -406,7 +417,7 @@ static PyObject *linear_reduce(PyObject *object, PyObject *unused)
 
 static int weight_stats(linear_object *self, viking_weight_stats *out)
 {
-    if (detached(self))
+    if (detached(self) || unbound(self))
         return -1;
     viking_engine *engine = viking_py_engine_of(self->engine);
     if (engine == NULL)
