@@ -10,32 +10,14 @@ enum { PROFILE_INTERVAL = 32, PROFILE_FIRST = 3 };
 
 /* ---- passes ---- */
 
-/* Bytes that any executor must fetch for a pass over this trace, however it plans: a sweep that follows another one
- * finds at most a slab full of what it needs. */
-static uint64_t floor_of(const viking_engine *engine, uint32_t path)
-{
-    const viking_trace *trace = &engine->paths.paths[path].trace;
-    uint64_t touched = 0;
-    uint32_t distinct = 0;
-    for (uint32_t w = 0; w < engine->slab.map->count; w++) {
-        bool used = false;
-        for (uint32_t i = 0; i < trace->count && !used; i++)
-            used = trace->uses[i].weight == w;
-        touched += used ? engine->slab.map->bytes[w] : 0;
-        distinct += used;
-    }
-    uint64_t missing = touched > engine->slab.map->slab_bytes ? touched - engine->slab.map->slab_bytes : 0;
-    return trace->count > distinct ? 2 * missing : missing;
-}
-
-static void end_pass(viking_engine *engine, uint32_t learned)
+/* The pass that viking_paths has just closed. */
+static void end_pass(viking_engine *engine)
 {
     engine->passes++;
     if (engine->training) {
         engine->steps++;
         engine->fetched_bytes = engine->pass_fetched;
-        if (engine->slab.map != NULL && (learned != VIKING_NO_PATH || engine->floor_bytes == 0))
-            engine->floor_bytes = floor_of(engine, engine->paths.previous);
+        engine->trained_pass = engine->paths.paths[engine->paths.previous].last_pass;
     }
     engine->pass_fetched = 0;
     if (engine->profile.running) {
@@ -78,7 +60,7 @@ viking_status viking_engine_pass_begin(viking_engine *engine, uint64_t key, bool
     if (status != VIKING_OK)
         goto done;
     if (had_uses)
-        end_pass(engine, learned);
+        end_pass(engine);
     if (learned != VIKING_NO_PATH)
         *out_stale = outgrown(engine, &engine->paths.paths[learned].trace);
     if (!steady)
@@ -165,7 +147,7 @@ static viking_status write_down(viking_engine *engine, uint32_t weight, uint32_t
         return status;
     bool began = engine->paths.pass != pass; /* and another path may have taken the place of the one looked at */
     if (began)
-        end_pass(engine, VIKING_NO_PATH);
+        end_pass(engine);
     engine->position++;
     engine->weights[weight].uses++;
     if (!expected || began || engine->ahead_position < engine->position)

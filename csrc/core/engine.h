@@ -80,8 +80,8 @@ typedef struct viking_acquired {
  * viking_engine_wait_release. */
 viking_status viking_engine_acquire(viking_engine *engine, uint32_t weight, viking_stream stream, viking_acquired *out);
 viking_status viking_engine_release(viking_engine *engine, uint64_t ticket, viking_stream stream);
-/* Wait until some use of another thread ends, or the slab is there; returns at once where neither is due. BUDGET: all of these threads wait,
- * too, so nothing would ever end. */
+/* Wait until some use of another thread ends, or the slab is there; returns at once where neither is due. BUDGET: all
+ * of these threads wait, too, so nothing would ever end. */
 viking_status viking_engine_wait_release(viking_engine *engine);
 
 /* acquire, release and pass_begin may block at present. Read without the lock: a hint that errs on the safe side. */
@@ -114,9 +114,9 @@ typedef struct viking_engine_stats {
     uint64_t demand_fetches; /* copies that a use had to wait for from their start */
     uint64_t fetched_bytes; /* of the last complete pass in training */
     uint64_t written_bytes; /* likewise */
-    uint64_t floor_bytes; /* what its trace must fetch at least with this slab */
+    uint64_t floor_bytes; /* what its trace, read as sweeps, must fetch at least with this slab */
     uint64_t total_fetched_bytes;
-    uint64_t stall_ns; /* of the last profiled pass; 0 before */
+    uint64_t stall_ns; /* of the pass profiled last; 0 before it is over on the device */
     uint32_t paths;
     uint32_t readers;
 } viking_engine_stats;

@@ -11,6 +11,8 @@
 #include "queue.h"
 #include "slab.h"
 
+#define VIKING_NO_PASS UINT64_MAX
+
 typedef struct viking_weight {
     viking_home *home; /* NULL: a vacant number */
     uint64_t bytes;
@@ -51,7 +53,7 @@ struct viking_engine {
     bool profile_asked;
     uint64_t pass_fetched;
     uint64_t fetched_bytes;
-    uint64_t floor_bytes;
+    uint64_t trained_pass; /* number of the last complete pass in training; VIKING_NO_PASS: none under this layout */
 
     uint64_t passes;
     uint64_t steps;
@@ -71,7 +73,7 @@ viking_status viking_engine_known(const viking_engine *engine, uint32_t weight);
 
 /* ---- lookahead.c; the lock is held ---- */
 
-/* The layout in force was made for this weight, and not for an earlier one of the same number. */
+/* The layout in force was made for this weight, or for an earlier one of the same number and size, whose place fits. */
 bool viking_engine_has_place(const viking_engine *engine, uint32_t weight);
 bool viking_engine_is_resident(const viking_engine *engine, uint32_t weight);
 

@@ -45,6 +45,7 @@ viking_status viking_engine_open(viking_backend *backend, viking_engine **out)
     viking_paths_init(&engine->paths);
     viking_profile_init(&engine->profile, backend);
     engine->ahead.path = VIKING_NO_PATH;
+    engine->trained_pass = VIKING_NO_PASS;
     atomic_init(&engine->may_block, backend->operations->caller_blocks);
     viking_os_forked(); /* from here on a fork is noticed */
     status = viking_mutex_open(&engine->lock);
@@ -323,7 +324,7 @@ viking_status viking_engine_use_layout(viking_engine *engine, void *base, viking
     engine->slab.base = base;
     engine->budget_bytes = engine->next_budget;
     engine->layouts++;
-    engine->floor_bytes = 0;
+    engine->trained_pass = VIKING_NO_PASS;
     viking_engine_look_again(engine);
     viking_engine_update_may_block(engine);
     viking_condition_broadcast(engine->released);

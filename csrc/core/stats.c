@@ -28,16 +28,15 @@ viking_status viking_engine_weight_stats(viking_engine *engine, uint32_t weight,
                                  .fetches = self->fetches,
                                  .locked_bytes = viking_home_locked_bytes(self->home),
                                  .residency = residency_of(engine, weight)};
-    if (out->residency != VIKING_DEMAND || engine->slab.base != NULL) {
-        if (weight < engine->slab.map->count && engine->slab.present[weight])
-            out->device_address = engine->slab.base + engine->slab.map->offsets[weight];
-    }
+    const viking_slab *slab = &engine->slab;
+    if (slab->base != NULL && weight < slab->map->count && slab->present[weight])
+        out->device_address = slab->base + slab->map->offsets[weight];
 done:
     viking_engine_leave(engine);
     return status;
 }
 
-/* Time that streams waited for copies in the profiled pass; what it was before until all its events are reached. */
+/* Time that streams waited for copies in the pass profiled last; 0 until it is over and all its events are reached. */
 static viking_status stall_of(const viking_engine *engine, uint64_t *out_ns)
 {
     const viking_profile *profile = &engine->profile;
@@ -57,6 +56,30 @@ static viking_status stall_of(const viking_engine *engine, uint64_t *out_ns)
     return status;
 }
 
+/* Bytes that any executor must fetch for the last complete pass in training, however it plans, if that is one sweep or,
+ * where weights are used again, two: a sweep that follows another one finds at most a slab full of what it needs. 0
+ * where that pass is none of the known paths' any more. */
+static uint64_t floor_of(const viking_engine *engine, const viking_map *map)
+{
+    const viking_trace *trace = NULL;
+    for (uint32_t i = 0; i < engine->paths.count; i++)
+        if (engine->paths.paths[i].last_pass == engine->trained_pass)
+            trace = &engine->paths.paths[i].trace;
+    if (map == NULL || trace == NULL)
+        return 0;
+    uint64_t touched = 0;
+    uint32_t distinct = 0;
+    for (uint32_t w = 0; w < map->count; w++) {
+        bool used = false;
+        for (uint32_t i = 0; i < trace->count && !used; i++)
+            used = trace->uses[i].weight == w;
+        touched += used ? map->bytes[w] : 0;
+        distinct += used;
+    }
+    uint64_t missing = touched > map->slab_bytes ? touched - map->slab_bytes : 0;
+    return trace->count > distinct ? 2 * missing : missing;
+}
+
 viking_status viking_engine_stats_of(viking_engine *engine, viking_engine_stats *out)
 {
     viking_status status = viking_engine_enter(engine);
@@ -71,7 +94,7 @@ viking_status viking_engine_stats_of(viking_engine *engine, viking_engine_stats 
                                  .layouts = engine->layouts,
                                  .demand_fetches = engine->demand_fetches,
                                  .fetched_bytes = engine->fetched_bytes,
-                                 .floor_bytes = engine->floor_bytes,
+                                 .floor_bytes = floor_of(engine, map),
                                  .total_fetched_bytes = engine->total_fetched,
                                  .paths = engine->paths.count,
                                  .readers = engine->queue.reader_count};
@@ -79,7 +102,7 @@ viking_status viking_engine_stats_of(viking_engine *engine, viking_engine_stats 
         const viking_weight *self = &engine->weights[w];
         if (self->home == NULL)
             continue;
-        bool resident = map != NULL && w < map->count && map->resident[w];
+        bool resident = map != NULL && viking_engine_is_resident(engine, w);
         out->pinned_bytes += viking_home_locked_bytes(self->home);
         *(resident ? &out->resident_bytes : &out->streamed_bytes) += self->bytes;
         if (!resident && self->home->pinned_by == NULL)
