@@ -39,7 +39,7 @@ viking_status viking_engine_remove(viking_engine *engine, uint32_t weight);
 
 /* The host bytes have changed: the next use fetches them again. Copies in flight may still read the home. */
 viking_status viking_engine_invalidate(viking_engine *engine, uint32_t weight);
-/* Wait until no copy reads any home. */
+/* Wait until no copy that was queued before reads any home. */
 viking_status viking_engine_drain_copies(viking_engine *engine);
 
 /* ---- layout ---- */

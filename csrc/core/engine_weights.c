@@ -189,9 +189,8 @@ viking_status viking_engine_drain_copies(viking_engine *engine)
     viking_status status = viking_engine_enter(engine);
     if (status != VIKING_OK)
         return status;
-    status = viking_queue_drain_copies(&engine->queue);
-    viking_engine_leave(engine);
-    return status;
+    viking_engine_leave(engine); /* the others need not wait as well: the stream stays what it is until close */
+    return viking_queue_drain_copies(&engine->queue);
 }
 
 /* ---- layout ---- */
