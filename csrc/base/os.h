@@ -1,7 +1,7 @@
 /* The operating system, all of it: memory, threads, clock, shared libraries, fork.
  *
- * posix.c implements this header for Linux and other POSIX systems. Nothing else in csrc/ includes a system
- * header beyond the C library, so a port is one file. Every function may be called from any thread.
+ * posix.c implements this header for Linux and other POSIX systems, windows.c for Windows. Nothing else in csrc/
+ * includes a system header beyond the C library, so a port is one file. Every function may be called from any thread.
  */
 #ifndef VIKING_BASE_OS_H
 #define VIKING_BASE_OS_H
