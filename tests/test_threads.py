@@ -15,6 +15,7 @@ import viking
 from support.models import Net, build
 from support.training import Outcome, assert_same, inputs, train
 from viking import _engine
+from viking.nn.budget import Budget
 from viking.nn.device import DeviceEngine
 
 
@@ -113,6 +114,49 @@ def test_models_come_and_go_while_another_one_trains(monkeypatch: pytest.MonkeyP
 
     assert rounds >= 3
     assert_same(mine, train(*build(checkpointing="early stop"), 40))
+
+
+class Failing:
+    """An engine, one of whose methods fails: `before` or after it has done its work."""
+
+    def __init__(self, engine: _engine.Engine, method: str, before: bool) -> None:
+        self._engine, self._method, self._before = engine, method, before
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._engine, name)
+        if name != self._method:
+            return real
+        self._method = ""  # once
+
+        def fail(*args: Any) -> None:
+            if not self._before:
+                real(*args)
+            raise KeyboardInterrupt
+
+        return fail
+
+
+@pytest.mark.parametrize(("method", "before"), [("drop_slab", True), ("drop_slab", False), ("use_layout", True),
+                                                ("use_layout", False)])  # fmt: skip
+def test_nobody_waits_for_a_slab_whose_relayout_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, method: str, before: bool
+) -> None:
+    model = attach(Net(depth=2))
+    x = inputs(0)
+    with torch.no_grad():
+        for _ in range(3):
+            expected = model(x)
+        device = model._memory_manager.device
+        device.budget = Budget(weights=1 << 30)  # another slab is needed
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "engine", Failing(device.engine, method, before))
+            with pytest.raises(KeyboardInterrupt):
+                device.relayout()
+
+        (result,) = together(lambda: torch.no_grad()(model)(x))
+
+    assert torch.equal(result, expected)
+    viking.detach(model)
 
 
 def test_a_model_may_be_detached_in_the_middle_of_anothers_steps() -> None:

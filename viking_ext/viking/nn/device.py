@@ -154,18 +154,17 @@ class DeviceEngine:
             self._drop_slab()
             return
         slab_bytes = self.engine.layout(self.budget_bytes())
-        if self.slab is None or self.slab.numel() != slab_bytes:
-            self._drop_slab()
-            try:
+        try:
+            if self.slab is None or self.slab.numel() != slab_bytes:
+                self._drop_slab()
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()  # the old slab would stay cached beside the new one
                 self.slab = self._allocate(slab_bytes)
-            except BaseException:
-                self.engine.drop_slab()  # once more: nobody shall wait for a slab that does not come
-                raise
-        self.engine.use_layout(self.slab.data_ptr())
-        for manager in self._managers():
-            manager.forget_views()
+            self.engine.use_layout(self.slab.data_ptr())
+        except BaseException:
+            self._give_up_layout()
+            raise
+        self._forget_views()
 
     def needs_layout(self) -> bool:
         """There was no memory for the slab at the last relayout, or a model has gone since."""
@@ -181,9 +180,20 @@ class DeviceEngine:
         if self.slab is None:
             return
         self.engine.drop_slab()
+        self._forget_views()
+        self.slab = None
+
+    def _give_up_layout(self) -> None:
+        """A relayout failed. Nobody shall wait for a slab that does not come; one that is still in force stays."""
+        if self.engine.stats()["slab_bytes"] > 0:
+            return
+        self.engine.drop_slab()
+        self._forget_views()
+        self.slab = None
+
+    def _forget_views(self) -> None:
         for manager in self._managers():
             manager.forget_views()
-        self.slab = None
 
     def _managers(self) -> list[LinearLayerMemoryManager]:
         return [manager for together in self.linears.values() for manager in together]
