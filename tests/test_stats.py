@@ -46,8 +46,8 @@ def test_a_weight_is_on_demand_until_its_order_is_known_and_says_so() -> None:
 
     after = {w.path: w.reason for w in viking.stats(model).weights}
     assert before == {"demand", "unmanaged"}
-    assert after == {"streamed": "the budget does not hold every weight", "unmanaged": "it is trained"} or \
-        after["unmanaged"] in ("it is small", "it is trained")
+    assert after.pop("unmanaged") in ("it is small", "it is trained")
+    assert after == {"streamed": "the budget does not hold every weight"}
 
 
 def test_every_linear_of_the_model_is_listed_once() -> None:
