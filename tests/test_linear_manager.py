@@ -164,6 +164,23 @@ def test_detach_is_refused_in_the_middle_of_a_use(model: nn.Module) -> None:
     assert torch.equal(model(x), expected)
 
 
+def test_a_refused_detach_is_done_by_the_next_one() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).requires_grad_(False)
+    before = Snapshot(model)
+    attach(model)
+    model(inputs(0))
+    held = model[2]._layer_memory_manager
+    _, _, ticket = held.acquire()
+    with pytest.raises(RuntimeError, match="in use"):
+        viking.detach(model)
+    held.release(ticket)
+
+    viking.detach(model)
+
+    before.assert_unchanged()
+    assert DeviceEngine._open == {}
+
+
 def test_one_linear_can_be_detached_and_attached_alone(model: nn.Module) -> None:
     linear, owner = model[0], model._memory_manager
     x = inputs(0)

@@ -46,6 +46,7 @@ class MemoryManager:
         self.by_weight: dict[int, list[LinearLayerMemoryManager]] = {}
         self.reasons: dict[str, str] = {}  # why a Linear of this name is not streamed
         self.moved: list[tuple[nn.Module, torch.device]] = []
+        self.travelled: list[tuple[Weight, Home]] = []  # came from a device, and are to go back there
         self.moved_bytes = 0
         self.started = False
         self.stale = False  # modules or parameters were registered since the last look
@@ -299,29 +300,31 @@ class MemoryManager:
     @torch.inference_mode(False)
     @torch.no_grad()
     def stop(self) -> None:
-        """Everything is as before attach, but that the weights' bytes may lie elsewhere in host memory."""
+        """Everything is as before attach, but that the weights' bytes may lie elsewhere in host memory.
+
+        RuntimeError while a use is in progress; what is left then is undone by the next call.
+        """
+        for number, weight in list(self.weights.items()):
+            home = self.by_weight[number][0].home
+            self._release_weight(number)
+            if any(segment.device.type != "cpu" for segment in weight.segments):
+                self.travelled.append((weight, home))
         _unwatch(self)
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
         self.module.__dict__.pop("_memory_manager", None)
-        travelled = [
-            (weight, self.by_weight[number][0].home)
-            for number, weight in self.weights.items()
-            if any(segment.device.type != "cpu" for segment in weight.segments)
-        ]
-        for number in list(self.weights):
-            self._release_weight(number)
         for module, origin in reversed(self.moved):
             nn.Module._apply(module, lambda t, to=origin: t if id(t) in self.ignored else t.to(to), recurse=False)
         self.moved.clear()
         for other in list(_watched.values()):  # one that covers these modules as well takes them over
             other.stale = True
         self.device.leave(self)
-        for weight, home in travelled:  # only now: the slab's memory is what they need
+        for weight, home in self.travelled:  # only now: the slab's memory is what they need
             for segment in weight.segments:
                 if segment.device.type != "cpu":
                     weight.send_back(_tensor_over(home), segment, segment.device)
+        self.travelled.clear()
 
 
 def _tensor_over(home: Home) -> torch.Tensor:
