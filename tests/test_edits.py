@@ -13,6 +13,7 @@ import viking
 from support.models import Net, build
 from support.training import assert_same, inputs, train
 from viking import _engine
+from viking.nn import managing
 from viking.nn.device import DeviceEngine
 
 
@@ -244,6 +245,33 @@ def test_a_weight_that_cannot_be_streamed_is_refused_at_its_use() -> None:
     assert torch.equal(model(x), expected)
     viking.detach(model)
     assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize(("owner", "name"), [(managing, "Home"), (managing, "_tensor_over"),
+                                             (DeviceEngine, "relayout"), (DeviceEngine, "pin")])  # fmt: skip
+def test_a_replaced_weight_that_could_not_be_brought_home_is_brought_by_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: type[BaseException]
+) -> None:
+    model = attach(Net(depth=2))
+    with torch.no_grad():
+        model(inputs(0))
+        other_parameter(model.blocks[1].up)
+
+        def fail(*args: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            with pytest.raises(error):
+                model(inputs(0))
+
+        result = model(inputs(0))
+
+    viking.detach(model)
+    with torch.no_grad():
+        assert torch.equal(result, model(inputs(0)))
+    assert not any("_layer_memory_manager" in m.__dict__ or "_apply" in m.__dict__ for m in model.modules())
 
 
 def test_a_replaced_weight_leaves_nothing_of_the_old_one_in_host_memory() -> None:

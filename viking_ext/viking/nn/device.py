@@ -102,7 +102,7 @@ class DeviceEngine:
         self.managers: weakref.WeakSet[MemoryManager] = weakref.WeakSet()
         self.numbers: set[int] = set()  # of all weights that the engine has
         self.keys = itertools.count(1)
-        self.lost = False  # models were dropped since the last layout
+        self.lost = False  # models were dropped since the last layout, or weights came that it has no place for
 
     @property
     def resident_bytes(self) -> int:
@@ -167,7 +167,7 @@ class DeviceEngine:
         self._forget_views()
 
     def needs_layout(self) -> bool:
-        """There was no memory for the slab at the last relayout, or a model has gone since."""
+        """There was no memory for the slab at the last relayout, or weights have come or gone since."""
         return self.lost or (self.slab is None and bool(self.numbers))
 
     def _allocate(self, nbytes: int) -> torch.Tensor:

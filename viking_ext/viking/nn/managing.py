@@ -44,6 +44,7 @@ class MemoryManager:
         self.linears: dict[nn.Module, LinearLayerMemoryManager] = {}
         self.weights: dict[int, Weight] = {}  # by weight number
         self.by_weight: dict[int, list[LinearLayerMemoryManager]] = {}
+        self.homes: dict[int, Home] = {}
         self.reasons: dict[str, str] = {}  # why a Linear of this name is not streamed
         self.moved: list[tuple[nn.Module, torch.device]] = []
         self.travelled: list[tuple[Weight, Home]] = []  # came from a device, and are to go back there
@@ -125,6 +126,7 @@ class MemoryManager:
             number = self.device.engine.add(home, weight.nbytes)
             numbers.append(number)
             self.weights[number] = weight
+            self.homes[number] = home
             self.device.numbers.add(number)
             self.by_weight[number] = []
             for module in weight.modules:
@@ -139,7 +141,7 @@ class MemoryManager:
         done = 0
         for number in numbers:
             weight = self.weights[number]
-            home = self.by_weight[number][0].home
+            home = self.homes[number]
             base = _tensor_over(home)
             for segment in weight.segments:
                 if segment.device.type == "cpu":
@@ -211,7 +213,7 @@ class MemoryManager:
     def release_linear(self, manager: LinearLayerMemoryManager) -> None:
         """Stop managing one Linear, and those that share its bytes. It stays on the host."""
         with DeviceEngine.lock:
-            self._release_weight(manager.weight)
+            self._release_weight(self._number_of(manager))
             self.device.relayout()
             self.device.pin()
 
@@ -222,10 +224,9 @@ class MemoryManager:
         managers = self.by_weight.pop(number)
         for module in weight.modules:
             forwards.remove(module, self.linears.pop(module))
-        home = managers[0].home
         for manager in managers:
             manager.unbind()
-        home.retire()
+        self.homes.pop(number).retire()
 
     # ---- edits ----
 
@@ -237,7 +238,8 @@ class MemoryManager:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _rehome(self, manager: LinearLayerMemoryManager) -> None:
-        modules = self.weights[manager.weight].modules
+        old = self._number_of(manager)
+        modules = self.weights[old].modules
         verdicts = [judge(m, self.ignored, self.process_device, whole=False)[0] for m in modules]
         refused = next((v.reason for v in verdicts if v.reason), "")
         if refused:
@@ -245,25 +247,43 @@ class MemoryManager:
                 f"the weight of a streamed Linear was replaced by one that cannot be streamed ({refused}): "
                 "call viking.detach(model) before you replace it, and attach again"
             )
-        engine = self.device.engine
-        old = manager.weight
-        engine.drain_copies()
-        managers = self.by_weight.pop(old)
+        self.device.engine.drain_copies()
         fresh = group(modules)
-        engine.remove(old)
+        homes = self._homes_instead_of(old, [weight.nbytes for weight in fresh])
         self.device.numbers.discard(old)
-        del self.weights[old]
-        for weight in fresh:
-            home = Home(weight.nbytes)
-            number = engine.add(home, weight.nbytes)
+        managers = self.by_weight.pop(old)
+        del self.weights[old], self.homes[old]
+        for weight, (number, home) in zip(fresh, homes, strict=True):
             self.weights[number] = weight
+            self.homes[number] = home
             self.device.numbers.add(number)
             self.by_weight[number] = [m for m in managers if m.module in weight.modules]
-            for together in self.by_weight[number]:
-                together.bind(number, home, weight.nbytes)
-            self._fill([number], lambda done, total, what: None)
-        self.device.relayout()
-        self.device.pin()
+        try:  # not bound before it is filled: where that fails, the next use finds them away from home and calls again
+            self._fill([number for number, _ in homes], lambda done, total, what: None)
+            self.device.relayout()
+            self.device.pin()
+        except BaseException:
+            self.device.lost = True
+            raise
+
+    def _number_of(self, manager: LinearLayerMemoryManager) -> int:
+        """Of its weight. `manager.weight` is a former one where a replaced weight was not brought home to the end."""
+        return next(number for number, together in self.by_weight.items() if manager in together)
+
+    def _homes_instead_of(self, old: int, sizes: list[int]) -> list[tuple[int, Home]]:
+        """New weights of the engine, (number, home), in the place of an old one. Where that fails, it stays."""
+        engine = self.device.engine
+        made: list[tuple[int, Home]] = []
+        try:
+            for nbytes in sizes:
+                home = Home(nbytes)
+                made.append((engine.add(home, nbytes), home))
+            engine.remove(old)
+        except BaseException:
+            for number, _ in made:
+                engine.remove(number)
+            raise
+        return made
 
     def refresh(self) -> None:
         """The host bytes of any weight may have changed: fetch them all again."""
@@ -305,7 +325,7 @@ class MemoryManager:
         RuntimeError while a use is in progress; what is left then is undone by the next call.
         """
         for number, weight in list(self.weights.items()):
-            home = self.by_weight[number][0].home
+            home = self.homes[number]
             self._release_weight(number)
             if any(segment.device.type != "cpu" for segment in weight.segments):
                 self.travelled.append((weight, home))
