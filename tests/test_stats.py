@@ -81,6 +81,18 @@ def test_what_is_resident_is_fetched_once() -> None:
     assert all(m._layer_memory_manager.fetches == 1 for m in model.modules() if "_layer_memory_manager" in m.__dict__)
 
 
+def test_no_plan_is_better_than_the_least_where_a_part_of_the_model_has_a_backward() -> None:
+    model = attach(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).requires_grad_(False))
+    model[5].register_forward_pre_hook(lambda module, args: (args[0].detach().requires_grad_(True),))
+
+    for _ in range(6):
+        model(inputs(0)).sum().backward()
+
+    stats = viking.stats(model)
+    assert stats.fetched_bytes >= 6 * 64 * 64 * 4  # of 8 weights, two were there
+    assert 1.0 <= stats.plan_ratio < 1.5
+
+
 def test_no_weight_is_fetched_more_than_twice_in_a_checkpointed_step() -> None:
     model, trained = build(checkpointing="no early stop", depth=5)
     attach(model, 300_000)  # a block has 133 kB

@@ -67,17 +67,15 @@ static uint64_t floor_of(const viking_engine *engine, const viking_map *map)
             trace = &engine->paths.paths[i].trace;
     if (map == NULL || trace == NULL)
         return 0;
-    uint64_t touched = 0;
-    uint32_t distinct = 0;
+    uint64_t once = 0, again = 0, slab = map->slab_bytes;
     for (uint32_t w = 0; w < map->count; w++) {
-        bool used = false;
-        for (uint32_t i = 0; i < trace->count && !used; i++)
-            used = trace->uses[i].weight == w;
-        touched += used ? map->bytes[w] : 0;
-        distinct += used;
+        uint32_t uses = 0;
+        for (uint32_t i = 0; i < trace->count && uses < 2; i++)
+            uses += trace->uses[i].weight == w;
+        once += uses > 0 ? map->bytes[w] : 0;
+        again += uses > 1 ? map->bytes[w] : 0;
     }
-    uint64_t missing = touched > map->slab_bytes ? touched - map->slab_bytes : 0;
-    return trace->count > distinct ? 2 * missing : missing;
+    return (once > slab ? once - slab : 0) + (again > slab ? again - slab : 0);
 }
 
 viking_status viking_engine_stats_of(viking_engine *engine, viking_engine_stats *out)
