@@ -226,3 +226,23 @@ def test_a_model_that_was_on_the_device_is_there_again() -> None:
     viking.detach(model)
 
     before.assert_unchanged()
+
+
+def test_a_detach_works_when_what_stays_has_outgrown_its_budget() -> None:
+    """The budget was enough for bf16; fp32 does not fit any more, and the next step is who says so."""
+    staying, leaving = Net().bfloat16(), Net(seed=4).bfloat16()
+    before = Snapshot(leaving)
+    attach(staying, weights_budget=60_000)
+    attach(leaving, weights_budget=60_000)
+    staying.float()
+    with pytest.raises(ValueError, match="is too small: the smallest that works is"):
+        staying(inputs(0))
+
+    viking.detach(leaving)
+
+    before.assert_unchanged()
+    with pytest.raises(ValueError, match="is too small: the smallest that works is"):
+        staying(inputs(0))
+    viking.detach(staying)
+    assert not DeviceEngine._open
+    assert torch.equal(staying(inputs(0)), Net().bfloat16().float()(inputs(0)))

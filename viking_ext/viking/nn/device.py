@@ -242,11 +242,15 @@ class DeviceEngine:
     def leave(self, manager: MemoryManager) -> None:
         """A model was detached. The last one closes the engine."""
         self.managers.discard(manager)
-        if self.managers:
-            self.relayout()
-            self.pin()
-        else:
+        if not self.managers:
             self._close()
+            return
+        try:
+            self.relayout()
+        except ValueError:  # what stays has outgrown the budget: its next step says so, a detach always works
+            self.lost = True
+            return
+        self.pin()
 
     def sweep(self) -> None:
         """Forget the weights of models that were dropped without a detach."""
