@@ -32,6 +32,10 @@ void viking_os_prefer_huge_pages(void *address, size_t bytes);
  * child's copy-on-write would copy all of it. A child that touches memory it did not inherit is killed. */
 viking_status viking_os_inherit(void *address, size_t bytes, bool inherit);
 
+/* Give what the C library's allocator holds free back to the system, where that can be asked for. Blocks below its
+ * mapping threshold (up to 32 MiB with glibc) stay in the process otherwise when they are freed. May take milliseconds. */
+void viking_os_trim(void);
+
 /* ---- processors and time ---- */
 
 /* Processors this process may use (affinity and container limits count), at least 1. */

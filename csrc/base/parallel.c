@@ -71,12 +71,11 @@ void viking_parallel_for(size_t count, size_t grain, unsigned threads,
     for (size_t i = 1; i < shares; i++)
         (void)viking_thread_start(run_share, &work[i], &running[i]);
     run_share(&work[0]);
-    for (size_t i = 1; i < shares; i++) {
+    for (size_t i = 1; i < shares; i++)
         if (running[i])
             viking_thread_join(running[i]);
         else
             run_share(&work[i]);
-    }
 }
 
 typedef struct copy_job {

@@ -7,6 +7,9 @@
 
 #include <dlfcn.h>
 #include <errno.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -52,6 +55,13 @@ viking_status viking_os_map(size_t bytes, void **out)
     viking_os_prefer_huge_pages(address, bytes);
     *out = address;
     return VIKING_OK;
+}
+
+void viking_os_trim(void)
+{
+#ifdef __GLIBC__
+    (void)malloc_trim(0);
+#endif
 }
 
 void viking_os_unmap(void *address, size_t bytes)

@@ -16,6 +16,7 @@
 #include "os.h"
 
 #include <errno.h>
+#include <malloc.h>
 #include <process.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -95,6 +96,11 @@ viking_status viking_os_map(size_t bytes, void **out)
     }
     *out = address;
     return VIKING_OK;
+}
+
+void viking_os_trim(void)
+{
+    (void)_heapmin();
 }
 
 void viking_os_unmap(void *address, size_t bytes)

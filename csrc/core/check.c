@@ -59,11 +59,9 @@ static viking_status check_map(const viking_map *map)
         }
     }
     for (uint32_t w = 0; w < map->count; w++) {
-        for (uint32_t v = 0; map->resident[w] && v < map->count; v++) {
-            if (v != w && intersect(map, w, v)) {
+        for (uint32_t v = 0; map->resident[w] && v < map->count; v++)
+            if (v != w && intersect(map, w, v))
                 return viking_status_fail(VIKING_ERROR_INVALID, "weight %u shares bytes with resident %u", v, w);
-            }
-        }
     }
     return VIKING_OK;
 }
@@ -112,9 +110,8 @@ static bool gate_is_open(const game *self, uint64_t fetch_number)
     int64_t period = (int64_t)(fetch_number / self->plan->count);
     int64_t use;
 
-    if (fetch->after == VIKING_PLAN_NO_GATE) {
+    if (fetch->after == VIKING_PLAN_NO_GATE)
         return true;
-    }
     use = period * (int64_t)self->trace->count + fetch->after;
     return use < 0 || self->released[use];
 }
@@ -134,9 +131,8 @@ static viking_status start_fetches(game *self)
             }
         }
         self->started++;
-        for (uint32_t c = self->first_cell[w]; c < self->past_cell[w]; c++) {
+        for (uint32_t c = self->first_cell[w]; c < self->past_cell[w]; c++)
             self->cells[c] = (cell){w, self->started};
-        }
     }
     return VIKING_OK;
 }
@@ -146,9 +142,8 @@ static viking_status find_bytes(game *self, uint32_t i)
     uint32_t w = self->trace->uses[i].weight;
     for (uint32_t c = self->first_cell[w]; c < self->past_cell[w]; c++) {
         cell *at = &self->cells[c];
-        if (at->owner == w && at->arrival <= self->arrived) {
+        if (at->owner == w && at->arrival <= self->arrived)
             continue;
-        }
         if (self->period > 0) {
             return viking_status_fail(VIKING_ERROR_INVALID, "use %u of weight %u finds %s %u at byte %llu on", i, w,
                                       at->owner == w ? "a fetch that nothing has waited for, of weight"
@@ -205,13 +200,11 @@ static viking_status play(game *self)
 
     for (self->period = 0; status == VIKING_OK && self->period < PERIODS; self->period++) {
         uint32_t begun = 0, ended = 0;
-        while (status == VIKING_OK && ended < count) {
-            if (begun < count && uses[begun].begin < uses[self->releases[ended]].end) {
+        while (status == VIKING_OK && ended < count)
+            if (begun < count && uses[begun].begin < uses[self->releases[ended]].end)
                 status = acquire(self, begun++);
-            } else {
+            else
                 status = release(self, self->releases[ended++]);
-            }
-        }
     }
     return status;
 }
@@ -229,11 +222,10 @@ static uint32_t find_edge(const uint64_t *edges, uint32_t count, uint64_t edge)
     uint32_t low = 0, high = count;
     while (high - low > 1) {
         uint32_t middle = low + (high - low) / 2;
-        if (edges[middle] <= edge) {
+        if (edges[middle] <= edge)
             low = middle;
-        } else {
+        else
             high = middle;
-        }
     }
     return low;
 }
@@ -254,20 +246,16 @@ static bool cut_cells(game *self)
         edges[2 * (size_t)w + 1] = map->offsets[w] + map->bytes[w];
     }
     qsort(edges, total, sizeof *edges, compare_numbers);
-    for (uint32_t k = 0; k < total; k++) {
-        if (k == 0 || edges[k] != edges[k - 1]) {
+    for (uint32_t k = 0; k < total; k++)
+        if (k == 0 || edges[k] != edges[k - 1])
             edges[count++] = edges[k];
-        }
-    }
-    for (uint32_t c = 0; c < count; c++) {
+    for (uint32_t c = 0; c < count; c++)
         self->cells[c] = (cell){NOBODY, 0};
-    }
     for (uint32_t w = 0; w < map->count; w++) {
         self->first_cell[w] = find_edge(edges, count, map->offsets[w]);
         self->past_cell[w] = find_edge(edges, count, map->offsets[w] + map->bytes[w]);
-        for (uint32_t c = self->first_cell[w]; map->resident[w] && c < self->past_cell[w]; c++) {
+        for (uint32_t c = self->first_cell[w]; map->resident[w] && c < self->past_cell[w]; c++)
             self->cells[c] = (cell){w, 0};
-        }
     }
     free(edges);
     return true;
@@ -277,16 +265,13 @@ static bool sort_releases(game *self)
 {
     uint32_t count = self->trace->count;
     uint64_t *keys = malloc(((size_t)count + 1) * sizeof *keys);
-    if (keys == NULL) {
+    if (keys == NULL)
         return false;
-    }
-    for (uint32_t i = 0; i < count; i++) {
+    for (uint32_t i = 0; i < count; i++)
         keys[i] = (uint64_t)self->trace->uses[i].end << 32 | i;
-    }
     qsort(keys, count, sizeof *keys, compare_numbers);
-    for (uint32_t i = 0; i < count; i++) {
+    for (uint32_t i = 0; i < count; i++)
         self->releases[i] = (uint32_t)keys[i];
-    }
     free(keys);
     return true;
 }
@@ -310,12 +295,10 @@ viking_status viking_check(const viking_map *map, const viking_plan *plan, const
     game self = {.map = map, .plan = plan, .trace = trace};
     viking_status status = check_map(map);
 
-    if (status == VIKING_OK) {
+    if (status == VIKING_OK)
         status = check_lists(map, plan, trace);
-    }
-    if (status != VIKING_OK || map->count == 0) {
+    if (status != VIKING_OK || map->count == 0)
         return status;
-    }
     status = set_up(&self) ? play(&self) : viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to check a plan");
     free(self.cells);
     free(self.first_cell);

@@ -4,6 +4,8 @@
  */
 #include "engine.h"
 
+#include <stdio.h>
+
 #include "engine_private.h"
 
 enum { PROFILE_INTERVAL = 32, PROFILE_FIRST = 3 };
@@ -216,8 +218,12 @@ viking_status viking_engine_acquire(viking_engine *engine, uint32_t weight, viki
     if (status != VIKING_OK || !use.block)
         return status;
     status = block(engine, &use, stream);
-    if (status != VIKING_OK)
+    if (status != VIKING_OK) {
+        char why[512];
+        snprintf(why, sizeof why, "%s", viking_status_detail());
         viking_engine_release(engine, out->ticket, stream);
+        viking_status_fail(status, "%s", why); /* the release may have failed for a reason of its own */
+    }
     return status;
 }
 

@@ -86,6 +86,9 @@ viking_status viking_engine_wait_release(viking_engine *engine);
 
 /* acquire, release and pass_begin may block at present. Read without the lock: a hint that errs on the safe side. */
 bool viking_engine_may_block(const viking_engine *engine);
+/* A call that may hold the lock for long (weights, layout, slab, pinning) begins (1) or is over (-1). Whoever lets go of
+ * something for such a call, as Python does of the GIL, announces it before: others then let go of it as well. */
+void viking_engine_announce(viking_engine *engine, int calls);
 
 /* ---- what happened ---- */
 
@@ -116,7 +119,7 @@ typedef struct viking_engine_stats {
     uint64_t written_bytes; /* likewise */
     uint64_t floor_bytes; /* what its trace, read as sweeps, must fetch at least with this slab */
     uint64_t total_fetched_bytes;
-    uint64_t stall_ns; /* of the pass profiled last; 0 before it is over on the device */
+    uint64_t stall_ns; /* of the last pass whose profile is complete; 0 before the first */
     uint32_t paths;
     uint32_t readers;
 } viking_engine_stats;

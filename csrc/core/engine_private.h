@@ -60,8 +60,10 @@ struct viking_engine {
     uint64_t layouts;
     uint64_t demand_fetches;
     uint64_t total_fetched;
+    uint64_t stall_ns; /* of the last complete profile */
 
     atomic_bool may_block;
+    atomic_int long_calls; /* under way, see viking_engine_announce */
 };
 
 /* All public functions start with it: STATE in a forked child, else the lock is held. */

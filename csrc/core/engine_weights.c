@@ -47,6 +47,7 @@ viking_status viking_engine_open(viking_backend *backend, viking_engine **out)
     engine->ahead.path = VIKING_NO_PATH;
     engine->trained_pass = VIKING_NO_PASS;
     atomic_init(&engine->may_block, backend->operations->caller_blocks);
+    atomic_init(&engine->long_calls, 0);
     viking_os_forked(); /* from here on a fork is noticed */
     status = viking_mutex_open(&engine->lock);
     if (status == VIKING_OK)
@@ -150,13 +151,14 @@ viking_status viking_engine_remove(viking_engine *engine, uint32_t weight)
             status = viking_status_fail(VIKING_ERROR_STATE, "weight %u is in use and cannot be removed", weight);
     if (status == VIKING_OK)
         status = viking_queue_drain_copies(&engine->queue);
+    if (status == VIKING_OK)
+        status = viking_home_unpin(engine->weights[weight].home);
     /* Its span may still be read by work in flight; the fence that knows it is about to go. */
     if (status == VIKING_OK)
         status = viking_queue_after(&engine->queue, &engine->weights[weight].fence);
     if (status != VIKING_OK)
         goto done;
     viking_weight *self = &engine->weights[weight];
-    status = viking_home_unpin(self->home);
     viking_fence_close(&self->fence, engine->backend);
     *self = (viking_weight){.bytes = VIKING_ALIGNMENT};
     while (engine->count > 0 && engine->weights[engine->count - 1].home == NULL)

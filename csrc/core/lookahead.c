@@ -23,7 +23,13 @@ bool viking_engine_is_resident(const viking_engine *engine, uint32_t weight)
 
 bool viking_engine_may_block(const viking_engine *engine)
 {
-    return atomic_load_explicit(&engine->may_block, memory_order_relaxed);
+    return atomic_load_explicit(&engine->may_block, memory_order_relaxed) ||
+           atomic_load_explicit(&engine->long_calls, memory_order_relaxed) > 0;
+}
+
+void viking_engine_announce(viking_engine *engine, int calls)
+{
+    atomic_fetch_add_explicit(&engine->long_calls, calls, memory_order_relaxed);
 }
 
 void viking_engine_update_may_block(viking_engine *engine)

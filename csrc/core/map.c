@@ -58,20 +58,17 @@ static viking_status make_up_trace(const viking_map_request *request, viking_tra
         for (uint64_t i = 0; i < 2 * (uint64_t)request->count; i++) {
             uint32_t w = i < request->count ? (uint32_t)i : (uint32_t)(2 * (uint64_t)request->count - 1 - i), index;
             status = viking_trace_acquire(out, w, VIKING_USE_READ, &index);
-            if (status != VIKING_OK) {
+            if (status != VIKING_OK)
                 return status;
-            }
             viking_trace_release(out, index);
         }
     } else {
         status = viking_trace_copy(out, given);
-        if (status != VIKING_OK) {
+        if (status != VIKING_OK)
             return status;
-        }
     }
-    for (uint32_t i = 0; i < out->count; i++) {
+    for (uint32_t i = 0; i < out->count; i++)
         known += out->uses[i].compute_ns;
-    }
     for (uint32_t i = 0; i < out->count && known == 0; i++) {
         uint32_t w = out->uses[i].weight;
         if (w < request->count) { /* placement refuses the others by name */
@@ -92,24 +89,21 @@ static viking_status smallest_map(const viking_placement *placement, viking_map 
     viking_status status = VIKING_OK;
 
     *out = NULL;
-    if (resident == NULL) {
+    if (resident == NULL)
         return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to place %u weights", placement->count);
-    }
     for (size_t i = 0; i < sizeof ring_scales / sizeof ring_scales[0]; i++) {
         memset(resident, 0, placement->count * sizeof *resident);
         status = viking_placement_smallest(placement, resident, ring_scales[i], &map);
-        if (status != VIKING_OK) {
+        if (status != VIKING_OK)
             break;
-        }
         if (best == NULL || map->slab_bytes < best->slab_bytes) {
             viking_map_free(best);
             best = map;
         } else {
             viking_map_free(map);
         }
-        if (placement->rival_begin[placement->count] == 0) {
+        if (placement->rival_begin[placement->count] == 0)
             break; /* nothing is used at once with anything: the first is the smallest */
-        }
     }
     free(resident);
     if (status != VIKING_OK) {
@@ -127,13 +121,11 @@ viking_status viking_map_smallest_budget(const viking_trace *trace, const uint64
     viking_map *map = NULL;
     viking_status status = viking_placement_open(trace, bytes, count, &placement);
 
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     status = smallest_map(&placement, &map);
-    if (status == VIKING_OK) {
+    if (status == VIKING_OK)
         *out_bytes = map->slab_bytes;
-    }
     viking_map_free(map);
     viking_placement_close(&placement);
     return status;
@@ -142,9 +134,8 @@ viking_status viking_map_smallest_budget(const viking_trace *trace, const uint64
 uint64_t viking_map_largest_budget(const uint64_t *bytes, uint32_t count)
 {
     uint64_t total = 0;
-    for (uint32_t w = 0; w < count; w++) {
+    for (uint32_t w = 0; w < count; w++)
         total += bytes[w];
-    }
     return total;
 }
 
@@ -163,14 +154,12 @@ static viking_status try_share(const search *self, uint64_t share, candidate *ou
 
     memset(out, 0, sizeof *out);
     out->resident = malloc(((size_t)self->placement.count + 1) * sizeof *out->resident);
-    if (out->resident == NULL) {
+    if (out->resident == NULL)
         return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to place %u weights", self->placement.count);
-    }
     viking_placement_spread(&self->placement, share, out->resident);
     status = viking_placement_map(&self->placement, out->resident, self->request->budget_bytes, &map);
-    if (status == VIKING_OK && map != NULL) {
+    if (status == VIKING_OK && map != NULL)
         status = viking_plan_build(map, self->trace, &plan);
-    }
     if (plan != NULL) {
         out->resident_bytes = map->resident_bytes;
         out->fetched_bytes = plan->fetched_bytes;
@@ -187,9 +176,8 @@ static viking_status predict(search *self, candidate *of)
     viking_map *map = NULL;
     viking_plan *plan = NULL;
     viking_status status = viking_placement_map(&self->placement, of->resident, self->request->budget_bytes, &map);
-    if (status == VIKING_OK) {
+    if (status == VIKING_OK)
         status = viking_plan_build(map, self->trace, &plan);
-    }
     for (uint32_t k = 0; status == VIKING_OK && k < self->scale_count; k++) {
         viking_simulation simulation;
         status = viking_simulate(map, plan, self->trace, &self->request->link, self->scales[k], &simulation);
@@ -245,17 +233,14 @@ static viking_status try_shares(search *self, uint64_t from, uint64_t to, uint32
         for (uint32_t k = 0; k < self->group_size && status == VIKING_OK; k++) {
             candidate one;
             status = try_share(self, from + ((uint64_t)g * self->group_size + k) * step, &one);
-            if (one.resident != NULL) {
+            if (one.resident != NULL)
                 keep(group, &count, one);
-            }
         }
         self->count += count;
-        for (uint32_t k = 0; k < count && status == VIKING_OK; k++) {
+        for (uint32_t k = 0; k < count && status == VIKING_OK; k++)
             status = predict(self, &group[k]);
-        }
-        if (status != VIKING_OK) {
+        if (status != VIKING_OK)
             return status;
-        }
     }
     return VIKING_OK;
 }
@@ -267,26 +252,22 @@ static candidate *choose(search *self)
     candidate *chosen = NULL;
     uint64_t least = UINT64_MAX, best[MAX_SCALES];
 
-    for (uint32_t k = 0; k < self->scale_count; k++) {
+    for (uint32_t k = 0; k < self->scale_count; k++)
         best[k] = UINT64_MAX;
-    }
     for (uint32_t i = 0; i < self->count; i++) {
         const candidate *one = &self->candidates[i];
         least = one->fetched_bytes < least ? one->fetched_bytes : least;
-        for (uint32_t k = 0; k < self->scale_count; k++) {
+        for (uint32_t k = 0; k < self->scale_count; k++)
             best[k] = one->period_ns[k] < best[k] ? one->period_ns[k] : best[k];
-        }
     }
     for (double loss = TOLERANCE - 1.0; chosen == NULL && self->count > 0; loss *= 2.0) {
         for (uint32_t i = 0; i < self->count; i++) {
             candidate *one = &self->candidates[i];
             bool good = (double)one->fetched_bytes <= (double)least * (1.0 + loss) + loss;
-            for (uint32_t k = 0; k < self->scale_count; k++) {
+            for (uint32_t k = 0; k < self->scale_count; k++)
                 good = good && (double)one->period_ns[k] <= (double)best[k] * (1.0 + loss) + loss;
-            }
-            if (good && (chosen == NULL || one->resident_bytes > chosen->resident_bytes)) {
+            if (good && (chosen == NULL || one->resident_bytes > chosen->resident_bytes))
                 chosen = one;
-            }
         }
     }
     return chosen;
@@ -337,18 +318,16 @@ static viking_status build(search *self, viking_map **out)
         chosen = all;
     } else {
         status = run_search(self, &chosen);
-        if (status != VIKING_OK) {
+        if (status != VIKING_OK)
             return status;
-        }
     }
     return chosen == NULL ? VIKING_OK : viking_placement_map(&self->placement, chosen->resident, budget, out);
 }
 
 static viking_status check_request(const viking_map_request *request)
 {
-    if (request->link.bytes_per_second == 0) {
+    if (request->link.bytes_per_second == 0)
         return viking_status_fail(VIKING_ERROR_INVALID, "a link of 0 bytes per second");
-    }
     if (request->compute_scales != NULL &&
         (request->compute_scale_count == 0 || request->compute_scale_count > MAX_SCALES)) {
         return viking_status_fail(VIKING_ERROR_INVALID, "%u compute scales are given; 1 to %u are accepted",
@@ -365,9 +344,8 @@ viking_status viking_map_build(const viking_map_request *request, viking_map **o
     viking_status status = check_request(request);
 
     *out = NULL;
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     if (request->compute_scales != NULL) {
         self.scale_count = request->compute_scale_count;
         memcpy(self.scales, request->compute_scales, self.scale_count * sizeof *self.scales);
@@ -375,13 +353,11 @@ viking_status viking_map_build(const viking_map_request *request, viking_map **o
     viking_trace_init(&trace);
     self.trace = &trace;
     status = make_up_trace(request, &trace);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         goto done;
-    }
     status = viking_placement_open(&trace, request->bytes, request->count, &self.placement);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         goto done;
-    }
     status = smallest_map(&self.placement, &smallest);
     assert(status != VIKING_OK || smallest != NULL); /* a ring without a budget always fits */
     if (status == VIKING_OK && smallest->slab_bytes > request->budget_bytes) {
@@ -389,17 +365,15 @@ viking_status viking_map_build(const viking_map_request *request, viking_map **o
             VIKING_ERROR_BUDGET, "the weights do not fit in %llu bytes; the smallest budget that works is %llu bytes",
             (unsigned long long)request->budget_bytes, (unsigned long long)smallest->slab_bytes);
     }
-    if (status == VIKING_OK) {
+    if (status == VIKING_OK)
         status = build(&self, out);
-    }
     if (status == VIKING_OK && *out == NULL) {
         *out = smallest; /* nothing else fits */
         smallest = NULL;
     }
 done:
-    for (uint32_t i = 0; i < self.count; i++) {
+    for (uint32_t i = 0; i < self.count; i++)
         free(self.candidates[i].resident);
-    }
     viking_map_free(smallest);
     viking_placement_close(&self.placement);
     viking_trace_free(&trace);

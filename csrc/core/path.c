@@ -185,11 +185,10 @@ static void lose(viking_paths *paths, uint32_t weight)
     if (paths->expected.path != VIKING_NO_PATH)
         paths->resume = paths->expected;
     uint32_t other = branch(paths, weight);
-    if (other != VIKING_NO_PATH) {
+    if (other != VIKING_NO_PATH)
         paths->expected = (viking_cursor){.path = other, .index = paths->seen.count + 1};
-    } else if (!found_again(paths, weight, &paths->expected)) {
+    else if (!found_again(paths, weight, &paths->expected))
         paths->expected.path = VIKING_NO_PATH;
-    }
 }
 
 /* The pass under way has used what its path begins with. */

@@ -22,9 +22,8 @@ static viking_status check_input(const viking_trace *trace, const uint64_t *byte
             return viking_status_fail(VIKING_ERROR_INVALID, "weight %u has %llu bytes, not a multiple of %u above 0", w,
                                       (unsigned long long)bytes[w], VIKING_ALIGNMENT);
         }
-        if (bytes[w] > INT64_MAX - total) {
+        if (bytes[w] > INT64_MAX - total)
             return viking_status_fail(VIKING_ERROR_INVALID, "the weights have more than 2^63 bytes together");
-        }
         total += bytes[w];
     }
     for (uint32_t i = 0; i < trace->count; i++) {
@@ -52,18 +51,16 @@ typedef struct ranked {
 static int larger_first(const void *left, const void *right)
 {
     const ranked *a = left, *b = right;
-    if (a->bytes != b->bytes) {
+    if (a->bytes != b->bytes)
         return a->bytes < b->bytes ? 1 : -1;
-    }
     return a->rank < b->rank ? -1 : 1;
 }
 
 static viking_status find_order(viking_placement *self, const viking_trace *trace)
 {
     ranked *ranking = malloc(((size_t)self->count + 1) * sizeof *ranking);
-    if (ranking == NULL) {
+    if (ranking == NULL)
         return no_memory(self->count);
-    }
     for (uint32_t i = 0; i < trace->count; i++) {
         const viking_use *use = &trace->uses[i];
         if (self->lifetime[use->weight] == 0) {
@@ -75,14 +72,12 @@ static viking_status find_order(viking_placement *self, const viking_trace *trac
     }
     for (uint32_t w = 0, at = self->named; w < self->count; w++) {
         self->total_bytes += self->bytes[w];
-        if (self->lifetime[w] == 0) {
+        if (self->lifetime[w] == 0)
             self->order[at++] = w;
-        }
     }
     qsort(ranking, self->named, sizeof *ranking, larger_first);
-    for (uint32_t i = 0; i < self->named; i++) {
+    for (uint32_t i = 0; i < self->named; i++)
         self->by_size[i] = ranking[i].weight;
-    }
     free(ranking);
     return VIKING_OK;
 }
@@ -98,9 +93,8 @@ static bool pair_push(pair_list *list, uint32_t a, uint32_t b)
     if (list->count + 2 > list->capacity) {
         size_t capacity = list->capacity == 0 ? 256 : list->capacity * 2;
         uint64_t *pairs = realloc(list->pairs, capacity * sizeof *pairs);
-        if (pairs == NULL) {
+        if (pairs == NULL)
             return false;
-        }
         list->pairs = pairs;
         list->capacity = capacity;
     }
@@ -121,31 +115,25 @@ static bool pair_group(const pair_list *list, uint32_t count, uint32_t *begin, u
 
     if (good) {
         memset(begin, 0, ((size_t)count + 1) * sizeof *begin);
-        for (size_t i = 0; i < list->count; i++) {
+        for (size_t i = 0; i < list->count; i++)
             begin[(list->pairs[i] >> 32) + 1]++;
-        }
         for (uint32_t w = 0; w < count; w++) {
             begin[w + 1] += begin[w];
             fill[w] = begin[w];
         }
-        for (size_t i = 0; i < list->count; i++) {
+        for (size_t i = 0; i < list->count; i++)
             grouped[fill[list->pairs[i] >> 32]++] = (uint32_t)list->pairs[i];
-        }
         memcpy(fill, begin, ((size_t)count + 1) * sizeof *fill);
         /* The relation is symmetric, so that walking group w tells every member that w is one of its own. */
-        for (uint32_t w = 0; w < count; w++) {
-            for (uint32_t k = begin[w]; k < begin[w + 1]; k++) {
+        for (uint32_t w = 0; w < count; w++)
+            for (uint32_t k = begin[w]; k < begin[w + 1]; k++)
                 members[fill[grouped[k]]++] = w;
-            }
-        }
         for (uint32_t w = 0; w < count; w++) {
             uint32_t from = begin[w], to = begin[w + 1];
             begin[w] = kept;
-            for (uint32_t k = from; k < to; k++) {
-                if (k == from || members[k] != members[k - 1]) {
+            for (uint32_t k = from; k < to; k++)
+                if (k == from || members[k] != members[k - 1])
                     members[kept++] = members[k];
-                }
-            }
         }
         begin[count] = kept;
     }
@@ -171,9 +159,8 @@ static viking_status find_rivals(viking_placement *self, const viking_trace *tra
             const viking_use *other = &trace->uses[live[k]];
             if (other->end > trace->uses[i].begin) {
                 live[kept++] = live[k];
-                if (other->weight != trace->uses[i].weight) {
+                if (other->weight != trace->uses[i].weight)
                     good = pair_push(&list, other->weight, trace->uses[i].weight);
-                }
             }
         }
         live_count = kept;
@@ -193,9 +180,8 @@ viking_status viking_placement_open(const viking_trace *trace, const uint64_t *b
 
     memset(out, 0, sizeof *out);
     status = check_input(trace, bytes, count);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     out->count = count;
     out->bytes = bytes;
     out->order = malloc(room * sizeof *out->order);
@@ -207,13 +193,11 @@ viking_status viking_placement_open(const viking_trace *trace, const uint64_t *b
         goto fail;
     }
     status = find_order(out, trace);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         goto fail;
-    }
     status = find_rivals(out, trace);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         goto fail;
-    }
     return VIKING_OK;
 fail:
     viking_placement_close(out);
@@ -268,9 +252,8 @@ static uint64_t find_position(const viking_placement *self, const uint64_t *offs
     for (;;) {
         uint64_t moved = at;
         if (at + bytes > ring) {
-            if (wrapped || bytes > ring) {
+            if (wrapped || bytes > ring)
                 return VIKING_NOWHERE;
-            }
             wrapped = true;
             at = 0;
             continue;
@@ -278,13 +261,11 @@ static uint64_t find_position(const viking_placement *self, const uint64_t *offs
         for (uint32_t k = self->rival_begin[w]; k < self->rival_begin[w + 1]; k++) {
             uint64_t other = offsets[self->rivals[k]];
             uint64_t other_end = other + self->bytes[self->rivals[k]];
-            if (other != VIKING_NOWHERE && other < at + bytes && at < other_end && other_end > moved) {
+            if (other != VIKING_NOWHERE && other < at + bytes && at < other_end && other_end > moved)
                 moved = other_end;
-            }
         }
-        if (moved == at) {
+        if (moved == at)
             return at;
-        }
         at = moved;
     }
 }
@@ -295,14 +276,12 @@ static bool place_ring(const viking_placement *self, const bool *resident, uint6
 {
     uint64_t cursor = 0;
 
-    for (uint32_t w = 0; w < self->count; w++) {
+    for (uint32_t w = 0; w < self->count; w++)
         offsets[w] = VIKING_NOWHERE;
-    }
     for (uint32_t i = 0; i < self->count; i++) {
         uint32_t w = self->order[i];
-        if (resident[w]) {
+        if (resident[w])
             continue;
-        }
         uint64_t position = find_position(self, offsets, w, cursor, ring);
         if (position == VIKING_NOWHERE) {
             *out_stuck = w;
@@ -321,9 +300,8 @@ static uint32_t longest_held(const viking_placement *self, const bool *resident,
     for (uint32_t k = self->rival_begin[stuck]; k < self->rival_begin[stuck + 1]; k++) {
         uint32_t v = self->rivals[k];
         if (!resident[v] &&
-            (self->lifetime[v] > self->lifetime[best] || (self->lifetime[v] == self->lifetime[best] && v < best))) {
+            (self->lifetime[v] > self->lifetime[best] || (self->lifetime[v] == self->lifetime[best] && v < best)))
             best = v;
-        }
     }
     return best;
 }
@@ -364,9 +342,8 @@ typedef struct by_offset {
 static int lower_first(const void *left, const void *right)
 {
     const by_offset *a = left, *b = right;
-    if (a->begin != b->begin) {
+    if (a->begin != b->begin)
         return a->begin < b->begin ? -1 : 1;
-    }
     return a->weight < b->weight ? -1 : 1;
 }
 
@@ -377,19 +354,14 @@ static viking_status find_neighbours(viking_map *map)
     bool good = sorted != NULL;
     uint32_t in_ring = 0;
 
-    for (uint32_t w = 0; good && w < map->count; w++) {
-        if (!map->resident[w]) {
+    for (uint32_t w = 0; good && w < map->count; w++)
+        if (!map->resident[w])
             sorted[in_ring++] = (by_offset){map->offsets[w], map->offsets[w] + map->bytes[w], w};
-        }
-    }
-    if (good) {
+    if (good)
         qsort(sorted, in_ring, sizeof *sorted, lower_first);
-    }
-    for (uint32_t i = 0; good && i < in_ring; i++) {
-        for (uint32_t k = i + 1; good && k < in_ring && sorted[k].begin < sorted[i].end; k++) {
+    for (uint32_t i = 0; good && i < in_ring; i++)
+        for (uint32_t k = i + 1; good && k < in_ring && sorted[k].begin < sorted[i].end; k++)
             good = pair_push(&list, sorted[i].weight, sorted[k].weight);
-        }
-    }
     good = good && pair_group(&list, map->count, map->neighbour_begin, &map->neighbours);
     free(list.pairs);
     free(sorted);
@@ -398,9 +370,8 @@ static viking_status find_neighbours(viking_map *map)
 
 void viking_map_free(viking_map *map)
 {
-    if (map == NULL) {
+    if (map == NULL)
         return;
-    }
     free(map->neighbours);
     free(map->neighbour_begin);
     free(map->resident);
@@ -412,9 +383,8 @@ void viking_map_free(viking_map *map)
 static viking_map *map_allocate(uint32_t count)
 {
     viking_map *map = calloc(1, sizeof *map);
-    if (map == NULL) {
+    if (map == NULL)
         return NULL;
-    }
     map->count = count;
     map->bytes = malloc(((size_t)count + 1) * sizeof *map->bytes);
     map->offsets = malloc(((size_t)count + 1) * sizeof *map->offsets);
@@ -456,9 +426,8 @@ static viking_status place(const viking_placement *self, bool *resident, uint64_
     uint64_t ring;
 
     *out = NULL;
-    if (map == NULL) {
+    if (map == NULL)
         return no_memory(self->count);
-    }
     for (;;) {
         uint32_t stuck;
         sums sum = add_up(self, resident);
@@ -473,12 +442,10 @@ static viking_status place(const viking_placement *self, bool *resident, uint64_
             ring = smallest / 4 * ring_scale;
         }
         ring -= ring % VIKING_ALIGNMENT;
-        if (ring >= sum.streamed) {
+        if (ring >= sum.streamed)
             ring = sum.streamed;
-        }
-        if (place_ring(self, resident, ring, map->offsets, &stuck)) {
+        if (place_ring(self, resident, ring, map->offsets, &stuck))
             break;
-        }
         resident[longest_held(self, resident, stuck)] = true;
     }
     status = map_finish(self, resident, ring, map);

@@ -81,14 +81,12 @@ viking_status viking_plan_build(const viking_map *map, const viking_trace *trace
     history *past = NULL;
 
     *out = NULL;
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     plan = calloc(1, sizeof *plan);
     past = calloc((size_t)map->count + 1, sizeof *past);
-    if (plan != NULL) {
+    if (plan != NULL)
         plan->fetches = malloc(((size_t)trace->count + 1) * sizeof *plan->fetches);
-    }
     if (plan == NULL || past == NULL || plan->fetches == NULL) {
         status = viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to plan %u uses", trace->count);
         goto fail;
@@ -96,9 +94,8 @@ viking_status viking_plan_build(const viking_map *map, const viking_trace *trace
     for (uint32_t period = 0; period < 2; period++) {
         for (uint32_t i = 0; i < trace->count; i++) {
             status = plan_use(map, trace, i, period, past, plan);
-            if (status != VIKING_OK) {
+            if (status != VIKING_OK)
                 goto fail;
-            }
         }
     }
     free(past);
@@ -112,9 +109,8 @@ fail:
 
 void viking_plan_free(viking_plan *plan)
 {
-    if (plan == NULL) {
+    if (plan == NULL)
         return;
-    }
     free(plan->fetches);
     free(plan);
 }

@@ -32,9 +32,8 @@ static uint64_t gate_time(const player *self, const viking_fetch *fetch, uint32_
     uint32_t count = self->trace->count, lane = period & 1u;
     int64_t after = fetch->after;
 
-    if (after == VIKING_PLAN_NO_GATE || (after < 0 && period == 0)) {
+    if (after == VIKING_PLAN_NO_GATE || (after < 0 && period == 0))
         return 0;
-    }
     if (after < 0) {
         after += count;
         lane ^= 1u;
@@ -70,9 +69,8 @@ static void play_period(player *self, uint32_t period)
 static int earlier_first(const void *left, const void *right)
 {
     const viking_span_of_time *a = left, *b = right;
-    if (a->begin_ns != b->begin_ns) {
+    if (a->begin_ns != b->begin_ns)
         return a->begin_ns < b->begin_ns ? -1 : 1;
-    }
     return a->end_ns < b->end_ns ? -1 : a->end_ns > b->end_ns;
 }
 
@@ -85,9 +83,8 @@ static void fold_copies(const player *self, uint64_t window, uint64_t period, vi
         uint64_t length = copy.end_ns - copy.begin_ns;
         uint64_t begin = copy.begin_ns, rest;
         out->link_ns += length;
-        if (period == 0) {
+        if (period == 0)
             continue;
-        }
         begin = begin >= window ? (begin - window) % period : (period - (window - begin) % period) % period;
         rest = length > period ? period : length;
         copy.begin_ns = begin;
@@ -99,9 +96,8 @@ static void fold_copies(const player *self, uint64_t window, uint64_t period, vi
             out->copies[out->copy_count++] = copy;
         }
     }
-    if (out->copy_count > 0) {
+    if (out->copy_count > 0)
         qsort(out->copies, out->copy_count, sizeof *out->copies, earlier_first);
-    }
 }
 
 static void find_release_moments(player *self)
@@ -113,11 +109,10 @@ static void find_release_moments(player *self)
         uint32_t low = i, high = count; /* uses[low] has begun by then, uses[high] has not */
         while (high - low > 1) {
             uint32_t middle = low + (high - low) / 2;
-            if (uses[middle].begin < uses[i].end) {
+            if (uses[middle].begin < uses[i].end)
                 low = middle;
-            } else {
+            else
                 high = middle;
-            }
         }
         self->last_before_end[i] = low;
     }
@@ -136,9 +131,8 @@ static viking_status player_open(player *self, double compute_scale, viking_simu
     out->copies = malloc(2 * fetches * sizeof *out->copies); /* what lies across an edge counts twice */
     self->computes = out->computes;
     if (self->last_before_end == NULL || self->durations == NULL || self->travels == NULL || self->done == NULL ||
-        self->copies == NULL || out->computes == NULL || out->copies == NULL) {
+        self->copies == NULL || out->computes == NULL || out->copies == NULL)
         return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to simulate %u uses", self->trace->count);
-    }
     for (uint32_t i = 0; i < self->trace->count; i++) {
         self->durations[i] = (uint64_t)((double)self->trace->uses[i].compute_ns * compute_scale + 0.5);
         out->compute_ns += self->durations[i];
@@ -189,22 +183,19 @@ viking_status viking_simulate(const viking_map *map, const viking_plan *plan, co
 
     memset(out, 0, sizeof *out);
     status = check_input(map, plan, trace, link, compute_scale);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         return status;
-    }
     status = player_open(&self, compute_scale, out);
-    if (status != VIKING_OK) {
+    if (status != VIKING_OK)
         goto fail;
-    }
     for (uint32_t period = 0; period < MAX_PERIODS; period++) {
         uint64_t last_length = length, last_lag = lag;
         window = self.now;
         play_period(&self, period);
         length = self.now - window;
         lag = self.now - self.link_free; /* the last fetch is waited for, so the link is never behind */
-        if (period > 0 && length == last_length && lag == last_lag) {
+        if (period > 0 && length == last_length && lag == last_lag)
             break;
-        }
     }
     out->period_ns = length;
     out->stall_ns = self.stall;
@@ -234,18 +225,15 @@ uint64_t viking_simulate_floor_ns(const viking_trace *trace, const uint64_t *byt
     uint64_t total = 0, floor_ns = 0;
     double travel = 0.0;
 
-    for (uint32_t w = 0; w < count; w++) {
+    for (uint32_t w = 0; w < count; w++)
         total += bytes[w];
-    }
-    if (total > budget) {
+    if (total > budget)
         travel = (double)(total - budget) / (double)link->bytes_per_second * 1e9;
-    }
     for (uint32_t k = 0; k < turn_count; k++) {
         uint32_t end = k + 1 < turn_count ? turns[k + 1] : trace->count;
         uint64_t compute = 0;
-        for (uint32_t i = turns[k]; i < end && i < trace->count; i++) {
+        for (uint32_t i = turns[k]; i < end && i < trace->count; i++)
             compute += trace->uses[i].compute_ns;
-        }
         floor_ns += (double)compute > travel ? compute : (uint64_t)travel;
     }
     return floor_ns;

@@ -36,12 +36,13 @@ done:
     return status;
 }
 
-/* Time that streams waited for copies in the pass profiled last; 0 until it is over and all its events are reached. */
-static viking_status stall_of(const viking_engine *engine, uint64_t *out_ns)
+/* Time that streams waited for copies in the last pass whose profile is complete; 0 before the first. */
+static viking_status stall_of(viking_engine *engine, uint64_t *out_ns)
 {
     const viking_profile *profile = &engine->profile;
+    uint64_t stall_ns = 0;
     bool ready = false;
-    *out_ns = 0;
+    *out_ns = engine->stall_ns;
     if (!engine->profiled || profile->count == 0)
         return VIKING_OK;
     viking_profile_span *spans = malloc(profile->count * sizeof *spans);
@@ -51,8 +52,10 @@ static viking_status stall_of(const viking_engine *engine, uint64_t *out_ns)
     viking_status status = viking_profile_read(profile, spans, &ready);
     for (uint32_t i = 0; status == VIKING_OK && ready && i < profile->count; i++)
         if (spans[i].kind == VIKING_PROFILE_USE)
-            *out_ns += spans[i].end_ns - spans[i].begin_ns;
+            stall_ns += spans[i].end_ns - spans[i].begin_ns;
     free(spans);
+    if (status == VIKING_OK && ready)
+        *out_ns = engine->stall_ns = stall_ns;
     return status;
 }
 

@@ -29,9 +29,8 @@ void viking_trace_clear(viking_trace *trace)
 static viking_status reserve(viking_trace *trace, uint32_t capacity)
 {
     viking_use *uses = realloc(trace->uses, (size_t)capacity * sizeof *uses);
-    if (uses == NULL) {
+    if (uses == NULL)
         return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory for a trace of %u uses", capacity);
-    }
     trace->uses = uses;
     trace->capacity = capacity;
     return VIKING_OK;
@@ -41,13 +40,11 @@ viking_status viking_trace_copy(viking_trace *destination, const viking_trace *s
 {
     if (destination->capacity < source->count) {
         viking_status status = reserve(destination, source->count);
-        if (status != VIKING_OK) {
+        if (status != VIKING_OK)
             return status;
-        }
     }
-    if (source->count > 0) {
+    if (source->count > 0)
         memcpy(destination->uses, source->uses, source->count * sizeof *source->uses);
-    }
     destination->count = source->count;
     destination->ticks = source->ticks;
     return VIKING_OK;
@@ -56,14 +53,12 @@ viking_status viking_trace_copy(viking_trace *destination, const viking_trace *s
 viking_status viking_trace_acquire(viking_trace *trace, uint32_t weight, viking_use_kind kind, uint32_t *out_index)
 {
     /* Every use takes two ticks at most, and UINT32_MAX means "open": half the range keeps ticks unambiguous. */
-    if (trace->count >= UINT32_MAX / 2 - 1) {
+    if (trace->count >= UINT32_MAX / 2 - 1)
         return viking_status_fail(VIKING_ERROR_STATE, "a trace holds at most %u uses", UINT32_MAX / 2 - 1);
-    }
     if (trace->count == trace->capacity) {
         viking_status status = reserve(trace, trace->capacity == 0 ? 64 : trace->capacity * 2);
-        if (status != VIKING_OK) {
+        if (status != VIKING_OK)
             return status;
-        }
     }
     trace->uses[trace->count] = (viking_use){
         .weight = weight, .begin = trace->ticks++, .end = UINT32_MAX, .kind = (uint32_t)kind, .compute_ns = 0};
@@ -74,9 +69,8 @@ viking_status viking_trace_acquire(viking_trace *trace, uint32_t weight, viking_
 void viking_trace_release(viking_trace *trace, uint32_t index)
 {
     /* A second release, or one from before a clear, names nothing that is open. */
-    if (index < trace->count && trace->uses[index].end == UINT32_MAX) {
+    if (index < trace->count && trace->uses[index].end == UINT32_MAX)
         trace->uses[index].end = trace->ticks++;
-    }
 }
 
 static bool same_use(const viking_use *a, const viking_use *b)
@@ -86,14 +80,11 @@ static bool same_use(const viking_use *a, const viking_use *b)
 
 bool viking_trace_has_prefix(const viking_trace *trace, const viking_trace *prefix)
 {
-    if (prefix->count > trace->count) {
+    if (prefix->count > trace->count)
         return false;
-    }
-    for (uint32_t i = 0; i < prefix->count; i++) {
-        if (!same_use(&trace->uses[i], &prefix->uses[i])) {
+    for (uint32_t i = 0; i < prefix->count; i++)
+        if (!same_use(&trace->uses[i], &prefix->uses[i]))
             return false;
-        }
-    }
     return true;
 }
 
@@ -108,9 +99,8 @@ viking_status viking_trace_period(const viking_trace *trace, uint32_t *out)
     uint32_t *border; /* border[i]: the longest proper prefix of the first i + 1 uses that is also their suffix */
 
     *out = 0;
-    if (trace->count < 2) {
+    if (trace->count < 2)
         return VIKING_OK;
-    }
     border = malloc((size_t)trace->count * sizeof *border);
     if (border == NULL) {
         return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no memory to search a trace of %u uses for its period",
@@ -118,18 +108,15 @@ viking_status viking_trace_period(const viking_trace *trace, uint32_t *out)
     }
     border[0] = 0;
     for (uint32_t i = 1, length = 0; i < trace->count; i++) {
-        while (length > 0 && !same_use(&uses[i], &uses[length])) {
+        while (length > 0 && !same_use(&uses[i], &uses[length]))
             length = border[length - 1];
-        }
-        if (same_use(&uses[i], &uses[length])) {
+        if (same_use(&uses[i], &uses[length]))
             length++;
-        }
         border[i] = length;
     }
     uint32_t period = trace->count - border[trace->count - 1];
     free(border);
-    if (period <= trace->count / 2) {
+    if (period <= trace->count / 2)
         *out = period;
-    }
     return VIKING_OK;
 }

@@ -185,7 +185,10 @@ static PyObject *engine_add(PyObject *object, PyObject *args)
     if (engine == NULL)
         return NULL;
     uint32_t weight = 0;
-    viking_status status = viking_engine_add(engine, viking_py_home_of(home), nbytes, &weight);
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = viking_engine_add(engine, viking_py_home_of(home), nbytes, &weight);
+    Py_END_ALLOW_THREADS
     if (status != VIKING_OK)
         return viking_py_raise(status);
     PyObject *number = PyLong_FromUnsignedLong(weight);
@@ -218,9 +221,11 @@ static PyObject *for_weight(PyObject *object, PyObject *argument, viking_status 
     if (engine == NULL)
         return NULL;
     viking_status status;
+    viking_engine_announce(engine, 1);
     Py_BEGIN_ALLOW_THREADS
     status = call(engine, weight);
     Py_END_ALLOW_THREADS
+    viking_engine_announce(engine, -1);
     return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
 }
 
@@ -265,9 +270,11 @@ static PyObject *plain(PyObject *object, viking_status (*call)(viking_engine *))
     if (engine == NULL)
         return NULL;
     viking_status status;
+    viking_engine_announce(engine, 1);
     Py_BEGIN_ALLOW_THREADS
     status = call(engine);
     Py_END_ALLOW_THREADS
+    viking_engine_announce(engine, -1);
     return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
 }
 
@@ -295,9 +302,11 @@ static PyObject *engine_layout(PyObject *object, PyObject *argument)
         return NULL;
     uint64_t slab = 0;
     viking_status status;
+    viking_engine_announce(engine, 1);
     Py_BEGIN_ALLOW_THREADS
     status = viking_engine_layout(engine, budget, &slab);
     Py_END_ALLOW_THREADS
+    viking_engine_announce(engine, -1);
     return status == VIKING_OK ? PyLong_FromUnsignedLongLong(slab) : viking_py_raise(status);
 }
 
@@ -313,9 +322,11 @@ static PyObject *engine_budget_range(PyObject *object, PyObject *unused)
     uint64_t smallest = 0;
     uint64_t largest = 0;
     viking_status status;
+    viking_engine_announce(engine, 1);
     Py_BEGIN_ALLOW_THREADS
     status = viking_engine_budget_range(engine, &smallest, &largest);
     Py_END_ALLOW_THREADS
+    viking_engine_announce(engine, -1);
     if (status != VIKING_OK)
         return viking_py_raise(status);
     return Py_BuildValue("KK", (unsigned long long)smallest, (unsigned long long)largest);
@@ -333,9 +344,11 @@ static PyObject *engine_use_layout(PyObject *object, PyObject *argument)
     if (engine == NULL || viking_py_engine_stream(object, &stream) < 0)
         return NULL;
     viking_status status;
+    viking_engine_announce(engine, 1);
     Py_BEGIN_ALLOW_THREADS
     status = viking_engine_use_layout(engine, base, stream);
     Py_END_ALLOW_THREADS
+    viking_engine_announce(engine, -1);
     return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
 }
 
@@ -414,7 +427,10 @@ static PyObject *engine_stats(PyObject *object, PyObject *unused)
     if (engine == NULL)
         return NULL;
     viking_engine_stats s;
-    viking_status status = viking_engine_stats_of(engine, &s);
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = viking_engine_stats_of(engine, &s);
+    Py_END_ALLOW_THREADS
     if (status != VIKING_OK)
         return viking_py_raise(status);
     typedef unsigned long long number;
@@ -451,7 +467,10 @@ static PyObject *engine_profile(PyObject *object, PyObject *unused)
         return NULL;
     viking_profile_span *spans = NULL;
     uint32_t count = 0;
-    viking_status status = viking_engine_profile_read(engine, &spans, &count);
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = viking_engine_profile_read(engine, &spans, &count);
+    Py_END_ALLOW_THREADS
     if (status != VIKING_OK)
         return viking_py_raise(status);
     PyObject *list = PyList_New(count);
@@ -477,7 +496,10 @@ static PyObject *engine_last_trace(PyObject *object, PyObject *unused)
     if (engine == NULL)
         return NULL;
     viking_trace trace;
-    viking_status status = viking_engine_last_trace(engine, &trace);
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = viking_engine_last_trace(engine, &trace);
+    Py_END_ALLOW_THREADS
     if (status != VIKING_OK)
         return viking_py_raise(status);
     PyObject *list = PyList_New(trace.count);

@@ -4,6 +4,7 @@
  * a state_dict outlives detach, and detach gives back what nobody views. */
 #include "home.h"
 
+#include "../base/os.h"
 #include "../core/home.h"
 #include "error.h"
 #include "state.h"
@@ -109,6 +110,16 @@ static int home_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {
     viking_home *home = ((home_object *)object)->home;
     return PyBuffer_FillInfo(view, object, home->address, (Py_ssize_t)home->bytes, 0, flags);
+}
+
+PyObject *viking_py_trim(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    Py_BEGIN_ALLOW_THREADS
+    viking_os_trim();
+    Py_END_ALLOW_THREADS
+    return Py_NewRef(Py_None);
 }
 
 static PyMethodDef home_methods[] = {

@@ -9,4 +9,7 @@
 /* The home of a viking._engine.Home, borrowed. The caller has checked the type. */
 viking_home *viking_py_home_of(PyObject *object);
 
+/* Python: trim() gives free host memory back to the system. METH_NOARGS. */
+PyObject *viking_py_trim(PyObject *module, PyObject *unused);
+
 #endif

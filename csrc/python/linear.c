@@ -135,7 +135,10 @@ static int look_for_edits(linear_object *self)
         viking_engine *engine = viking_py_engine_of(self->engine);
         if (engine == NULL)
             return -1;
-        viking_status status = viking_engine_invalidate(engine, self->weight);
+        viking_status status;
+        Py_BEGIN_ALLOW_THREADS
+        status = viking_engine_invalidate(engine, self->weight);
+        Py_END_ALLOW_THREADS
         if (status != VIKING_OK) {
             viking_py_raise(status);
             return -1;
@@ -422,7 +425,10 @@ static int weight_stats(linear_object *self, viking_weight_stats *out)
     viking_engine *engine = viking_py_engine_of(self->engine);
     if (engine == NULL)
         return -1;
-    viking_status status = viking_engine_weight_stats(engine, self->weight, out);
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = viking_engine_weight_stats(engine, self->weight, out);
+    Py_END_ALLOW_THREADS
     if (status == VIKING_OK)
         return 0;
     viking_py_raise(status);

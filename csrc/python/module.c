@@ -1,5 +1,6 @@
 /* viking._engine: wires the types and functions of this folder together, and nothing else. */
 #include "bf16.h"
+#include "home.h"
 #include "planning.h"
 #include "round.h"
 #include "state.h"
@@ -90,7 +91,11 @@ PyDoc_STRVAR(current_stream_doc,
              "current_stream(tensor_type, device_type, device_id) -> int\n--\n\nThe stream that the "
              "type's framework works on at present.");
 
+PyDoc_STRVAR(trim_doc,
+             "trim()\n--\n\nGive host memory that was freed back to the system, where the C library keeps it.");
+
 static PyMethodDef module_methods[] = {
+    {"trim", viking_py_trim, METH_NOARGS, trim_doc},
     {"force_to_bf16", viking_py_force_to_bf16, METH_O, force_to_bf16_doc},
     {"plan", (PyCFunction)(void (*)(void))viking_py_plan, METH_VARARGS | METH_KEYWORDS, plan_doc},
     {"round_to_bf16", viking_py_round_to_bf16, METH_VARARGS, round_to_bf16_doc},

@@ -29,14 +29,12 @@ static inline uint32_t random_below(uint64_t *state, uint32_t limit)
 /* The next weight of a thread: mostly its neighbour in the direction it walks, sometimes any. */
 static inline uint32_t random_weight(uint64_t *state, uint32_t count, uint32_t *at, int *direction)
 {
-    if (random_below(state, 12) == 0) {
+    if (random_below(state, 12) == 0)
         *direction = -*direction;
-    }
-    if (random_below(state, 8) == 0) {
+    if (random_below(state, 8) == 0)
         *at = random_below(state, count);
-    } else if (random_below(state, 6) != 0) {
+    else if (random_below(state, 6) != 0)
         *at = (uint32_t)((int)*at + *direction + (int)count) % count;
-    }
     return *at;
 }
 
@@ -55,9 +53,8 @@ static inline void random_case_make(uint64_t seed, random_case *out)
     nesting = 1 + random_below(&state, RANDOM_HELD);
     largest = random_below(&state, 3) == 0 ? 1000 : 1 + random_below(&state, 8);
     uses = random_below(&state, 120);
-    for (uint32_t w = 0; w < out->count; w++) {
+    for (uint32_t w = 0; w < out->count; w++)
         out->bytes[w] = VIKING_ALIGNMENT * (uint64_t)(1 + random_below(&state, largest));
-    }
     for (uint32_t t = 0; t < threads; t++) {
         at[t] = random_below(&state, used);
         direction[t] = 1;
@@ -75,11 +72,9 @@ static inline void random_case_make(uint64_t seed, random_case *out)
         out->trace.uses[index].compute_ns = random_below(&state, 4) == 0 ? 0 : random_below(&state, 3000);
         held[t][depth[t]++] = index;
     }
-    for (uint32_t t = 0; t < threads; t++) {
-        while (depth[t] > 0) {
+    for (uint32_t t = 0; t < threads; t++)
+        while (depth[t] > 0)
             viking_trace_release(&out->trace, held[t][--depth[t]]);
-        }
-    }
 }
 
 /* A use that begins and ends at once, as a linear's. */
@@ -94,12 +89,10 @@ static inline void use_weight(viking_trace *trace, uint32_t weight, uint64_t com
 /* Forwards over all weights and back, the step of a checkpointed model in miniature. */
 static inline void sweep_weights(viking_trace *trace, uint32_t count, uint64_t compute_ns)
 {
-    for (uint32_t w = 0; w < count; w++) {
+    for (uint32_t w = 0; w < count; w++)
         use_weight(trace, w, compute_ns);
-    }
-    for (uint32_t w = count; w-- > 0;) {
+    for (uint32_t w = count; w-- > 0;)
         use_weight(trace, w, 3 * compute_ns);
-    }
 }
 
 #endif

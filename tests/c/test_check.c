@@ -33,19 +33,16 @@ static bool unit_touches(const judge *self, uint32_t a, uint32_t b)
 static void write_units(judge *self, uint32_t w)
 {
     uint64_t first = self->map->offsets[w] / VIKING_ALIGNMENT, number = self->map->bytes[w] / VIKING_ALIGNMENT;
-    for (uint64_t k = first; k < first + number; k++) {
+    for (uint64_t k = first; k < first + number; k++)
         self->slab[k] = (uint16_t)(w + 1);
-    }
 }
 
 static bool holds(const judge *self, uint32_t w)
 {
     uint64_t first = self->map->offsets[w] / VIKING_ALIGNMENT, number = self->map->bytes[w] / VIKING_ALIGNMENT;
-    for (uint64_t k = first; k < first + number; k++) {
-        if (self->slab[k] != w + 1) {
+    for (uint64_t k = first; k < first + number; k++)
+        if (self->slab[k] != w + 1)
             return false;
-        }
-    }
     return true;
 }
 
@@ -75,9 +72,8 @@ static void use_begins(judge *self, uint32_t i, int period)
     for (uint32_t k = 0; k < self->trace->count; k++) {
         const viking_use *other = &self->trace->uses[k];
         if (other->weight != w && other->begin < self->trace->uses[i].begin &&
-            other->end > self->trace->uses[i].begin && unit_touches(self, w, other->weight)) {
+            other->end > self->trace->uses[i].begin && unit_touches(self, w, other->weight))
             self->broken = true;
-        }
     }
 }
 
@@ -88,9 +84,8 @@ static void fetch_runs(judge *self, int64_t n, int64_t tick)
     int64_t local = tick % self->trace->ticks;
     for (uint32_t k = 0; tick >= 0 && k < self->trace->count; k++) {
         const viking_use *use = &self->trace->uses[k];
-        if (use->begin <= local && local < use->end && unit_touches(self, w, use->weight)) {
+        if (use->begin <= local && local < use->end && unit_touches(self, w, use->weight))
             self->broken = true;
-        }
     }
     write_units(self, w);
 }
@@ -99,16 +94,13 @@ static void play_judge(judge *self, bool early)
 {
     int64_t total = (int64_t)self->plan->count * JUDGE_PERIODS, next = 0;
     memset(self->slab, 0, sizeof self->slab);
-    for (uint32_t w = 0; w < self->map->count; w++) {
-        if (self->map->resident[w]) {
+    for (uint32_t w = 0; w < self->map->count; w++)
+        if (self->map->resident[w])
             write_units(self, w);
-        }
-    }
     for (int64_t tick = -1; tick < (int64_t)self->trace->ticks * JUDGE_PERIODS; tick++) {
         int64_t period = tick < 0 ? 0 : tick / self->trace->ticks;
-        for (; early && next < total && self->starts[next] <= tick; next++) {
+        for (; early && next < total && self->starts[next] <= tick; next++)
             fetch_runs(self, next, self->starts[next]);
-        }
         if (tick >= 0 && self->beginning[tick % self->trace->ticks] != UINT32_MAX) {
             uint32_t i = self->beginning[tick % self->trace->ticks];
             /* What this use needs must have been able to run by now. */
@@ -126,21 +118,17 @@ static void play_judge(judge *self, bool early)
 static bool breaks_a_rule(const viking_map *map, const viking_plan *plan, const viking_trace *trace)
 {
     static judge self;
-    for (uint32_t k = 1; k < plan->count; k++) {
-        if (plan->fetches[k].need < plan->fetches[k - 1].need) {
+    for (uint32_t k = 1; k < plan->count; k++)
+        if (plan->fetches[k].need < plan->fetches[k - 1].need)
             return true;
-        }
-    }
     self = (judge){.map = map, .plan = plan, .trace = trace};
     find_starts(&self);
     memset(self.beginning, 0xff, sizeof self.beginning);
-    for (uint32_t i = 0; i < trace->count; i++) {
+    for (uint32_t i = 0; i < trace->count; i++)
         self.beginning[trace->uses[i].begin] = i;
-    }
     play_judge(&self, true);
-    if (!self.broken) {
+    if (!self.broken)
         play_judge(&self, false);
-    }
     return self.broken;
 }
 
@@ -163,9 +151,8 @@ static bool fixture_open(uint64_t seed, fixture *out)
                                   .budget_bytes = viking_map_largest_budget(out->one.bytes, out->one.count) *
                                                   (40 + seed % 50) / 100,
                                   .link = {.bytes_per_second = 1000000000, .latency_ns = 0}};
-    if (viking_map_build(&request, &out->map) != VIKING_OK) {
+    if (viking_map_build(&request, &out->map) != VIKING_OK)
         return false;
-    }
     CHECK_OK(viking_plan_build(out->map, &out->one.trace, &out->plan));
     return out->plan->count > 1 && out->map->slab_bytes / VIKING_ALIGNMENT <= JUDGE_UNITS;
 }
@@ -299,9 +286,8 @@ static void by_hand_open(by_hand *self)
     use_weight(&self->trace, 0, 1);
     use_weight(&self->trace, 2, 1);
     use_weight(&self->trace, 1, 1);
-    for (int w = 0; w < 3; w++) {
+    for (int w = 0; w < 3; w++)
         self->bytes[w] = 512;
-    }
     self->offsets[1] = 256;
     self->offsets[2] = 768;
     self->resident[2] = true;

@@ -29,9 +29,8 @@ static void model_open(model *self, uint32_t count, double compute)
         self->total += self->bytes[w];
     }
     sweep_weights(&self->trace, count, 0);
-    for (uint32_t i = 0; i < self->trace.count; i++) {
+    for (uint32_t i = 0; i < self->trace.count; i++)
         self->trace.uses[i].compute_ns = (uint64_t)(compute * (double)self->bytes[self->trace.uses[i].weight] / 2);
-    }
 }
 
 static viking_map_request request_of(const model *self, uint64_t budget)
@@ -198,9 +197,8 @@ static void residents_are_spread_over_the_order(void)
     model_open(&m, 60, 4.0); /* compute hides everything, so residents take what they can */
     uint64_t quarters[4] = {0}, sum = 0;
     viking_map *map = map_of(&m, m.total * 7 / 10);
-    for (uint32_t w = 0; w < m.count; w++) {
+    for (uint32_t w = 0; w < m.count; w++)
         quarters[w / 15] += map->resident[w] ? m.bytes[w] : 0;
-    }
     for (int q = 0; q < 4; q++) {
         sum += quarters[q];
         CHECK(quarters[q] * 10 > map->resident_bytes * 2 && quarters[q] * 10 < map->resident_bytes * 3);
@@ -225,9 +223,8 @@ static void a_container_never_lies_on_what_it_holds(void)
     for (uint32_t b = 0; b < 4; b++) {
         uint32_t outer;
         CHECK_OK(viking_trace_acquire(&m.trace, 5 * b, VIKING_USE_READ, &outer));
-        for (uint32_t w = 5 * b + 1; w < 5 * b + 5; w++) {
+        for (uint32_t w = 5 * b + 1; w < 5 * b + 5; w++)
             use_weight(&m.trace, w, 100);
-        }
         viking_trace_release(&m.trace, outer);
     }
     CHECK_OK(viking_map_smallest_budget(&m.trace, m.bytes, m.count, &smallest));
@@ -248,16 +245,14 @@ static void what_is_held_all_the_time_becomes_resident(void)
     model_open(&m, 12, 1.0);
     viking_trace_clear(&m.trace);
     CHECK_OK(viking_trace_acquire(&m.trace, 0, VIKING_USE_READ, &outer));
-    for (uint32_t w = 1; w < m.count; w++) {
+    for (uint32_t w = 1; w < m.count; w++)
         use_weight(&m.trace, w, 1000);
-    }
     viking_trace_release(&m.trace, outer);
     CHECK_OK(viking_map_smallest_budget(&m.trace, m.bytes, m.count, &smallest));
     viking_map *map = map_of(&m, smallest);
     viking_plan *plan = plan_of(&m, map);
-    for (uint32_t k = 0; k < plan->count; k++) {
+    for (uint32_t k = 0; k < plan->count; k++)
         CHECK(plan->fetches[k].weight != 0);
-    }
     viking_plan_free(plan);
     viking_map_free(map);
     viking_trace_free(&m.trace);
@@ -292,9 +287,8 @@ static void weights_without_a_use_come_last_in_the_order_of_their_numbers(void)
     viking_plan *plan = plan_of(&m, map);
     for (uint32_t w = 20; w < 30; w++) {
         CHECK(!map->resident[w]);
-        if (w > 20) {
+        if (w > 20)
             CHECK(map->offsets[w] == map->offsets[w - 1] + map->bytes[w - 1] || map->offsets[w] == 0);
-        }
     }
     viking_plan_free(plan);
     viking_map_free(map);

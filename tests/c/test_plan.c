@@ -40,9 +40,8 @@ static uint32_t follow(tracker *self, const viking_map *map, const viking_trace 
             needs[count] = i;
             starts[count++] = self->queue;
         }
-        if (base + trace->uses[i].end > self->released[w]) {
+        if (base + trace->uses[i].end > self->released[w])
             self->released[w] = base + trace->uses[i].end;
-        }
     }
     return count;
 }
@@ -63,9 +62,8 @@ static void compare(const viking_map *map, const viking_trace *trace)
     uint64_t queue = 0, bytes = 0;
 
     memset(&state, 0, sizeof state);
-    for (uint32_t w = 0; w < map->count; w++) {
+    for (uint32_t w = 0; w < map->count; w++)
         state.present[w] = map->resident[w];
-    }
     CHECK_OK(viking_plan_build(map, trace, &plan));
     follow(&state, map, trace, 0, needs, starts);
     follow(&state, map, trace, 1, needs, starts);

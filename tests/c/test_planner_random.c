@@ -82,9 +82,8 @@ static void whatever_fits_is_right_and_what_does_not_says_what_does(void)
     const char *text = getenv("VIKING_RANDOM_TRACES");
     uint32_t number = text != NULL ? (uint32_t)strtoul(text, NULL, 10) : DEFAULT_TRACES;
 
-    for (uint32_t seed = 1; seed <= number; seed++) {
+    for (uint32_t seed = 1; seed <= number; seed++)
         try_case(seed);
-    }
     printf("   %u traces: %u fit, %u were told the smallest budget, %u fetches planned\n", number, built, refused,
            planned_fetches);
     /* Both outcomes must have been common, or the sentence above means nothing. */

@@ -2,6 +2,8 @@
 #include "check.h"
 
 #include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -72,6 +74,38 @@ static void huge_pages_are_asked_for_where_they_are_worth_it(void)
     CHECK(wants_huge_pages(foreign + bytes / 2) != 0);
     free(foreign);
 }
+
+#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+/* Pages of this process that are in memory. */
+static long pages_in_memory(void)
+{
+    long total = 0;
+    long present = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    CHECK(file != NULL && fscanf(file, "%ld %ld", &total, &present) == 2);
+    fclose(file);
+    return present;
+}
+
+static void freed_blocks_below_the_mapping_threshold_go_back(void)
+{
+    enum { BLOCKS = 256, BYTES = 64 << 10 };
+    static void *blocks[BLOCKS];
+    for (int i = 0; i < BLOCKS; i++) {
+        blocks[i] = malloc(BYTES);
+        CHECK(blocks[i] != NULL);
+        for (int k = 0; k < BYTES; k += 512)
+            ((volatile char *)blocks[i])[k] = 1; /* a plain memset before a free is optimised away */
+    }
+    void *on_top = malloc(BYTES); /* keeps the C library from giving back what lies below */
+    for (int i = 0; i < BLOCKS; i++)
+        free(blocks[i]);
+    long before = pages_in_memory();
+    viking_os_trim();
+    CHECK(on_top != NULL && (before - pages_in_memory()) * (long)viking_os_page_bytes() > BLOCKS * BYTES / 2);
+    free(on_top);
+}
+#endif
 
 /* How a forked child that reads `address` ends: its exit code, or minus the signal that killed it. */
 static int read_in_child(volatile unsigned char *address)
@@ -189,6 +223,9 @@ int main(void)
 {
     RUN(a_mapping_is_untouched_memory);
     RUN(huge_pages_are_asked_for_where_they_are_worth_it);
+#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    RUN(freed_blocks_below_the_mapping_threshold_go_back);
+#endif
     RUN(a_child_does_not_have_what_it_must_not_inherit);
     RUN(inheritance_of_an_unaligned_address_is_refused);
     RUN(at_least_one_processor_and_no_more_than_there_are);

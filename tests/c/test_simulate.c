@@ -21,9 +21,8 @@ static void by_hand_open(by_hand *self, uint32_t weights)
 {
     memset(self, 0, sizeof *self);
     viking_trace_init(&self->trace);
-    for (uint32_t w = 0; w < weights; w++) {
+    for (uint32_t w = 0; w < weights; w++)
         self->bytes[w] = SIZE;
-    }
     self->map = (viking_map){.count = weights,
                              .slab_bytes = 4 * SIZE,
                              .ring_bytes = 4 * SIZE,
@@ -130,9 +129,8 @@ static void the_queue_is_first_in_first_out(void)
     /* The second fetch could start at once, but the first waits for use 1. */
     by_hand self;
     by_hand_open(&self, 4);
-    for (uint32_t w = 0; w < 4; w++) {
+    for (uint32_t w = 0; w < 4; w++)
         use_weight(&self.trace, w, 100);
-    }
     add_fetch(&self, 2, 2, 1);
     add_fetch(&self, 3, 3, VIKING_PLAN_NO_GATE);
     viking_simulation out = run(&self, 1.0);

@@ -7,9 +7,8 @@
 
 static void fill(viking_trace *trace, const char *weights)
 {
-    for (const char *at = weights; *at != 0; at++) {
+    for (const char *at = weights; *at != 0; at++)
         use_weight(trace, (uint32_t)(*at - 'a'), 0);
-    }
 }
 
 static uint32_t period_of(const char *weights)
@@ -58,9 +57,8 @@ static void a_cleared_trace_keeps_its_memory(void)
     viking_trace trace;
     const viking_use *before;
     viking_trace_init(&trace);
-    for (uint32_t i = 0; i < 1000; i++) {
+    for (uint32_t i = 0; i < 1000; i++)
         use_weight(&trace, i, i);
-    }
     CHECK(trace.count == 1000 && trace.uses[999].weight == 999 && trace.uses[999].begin == 1998);
     before = trace.uses;
     viking_trace_clear(&trace);
@@ -126,14 +124,12 @@ static void the_period_is_what_trying_all_of_them_finds(void)
         uint32_t count = random_below(&state, 14), letters = 1 + random_below(&state, 2), found, expected = 0;
         viking_trace trace;
         viking_trace_init(&trace);
-        for (uint32_t i = 0; i < count; i++) {
+        for (uint32_t i = 0; i < count; i++)
             use_weight(&trace, random_below(&state, letters + 1), 0);
-        }
         for (uint32_t p = count / 2; p >= 1; p--) {
             uint32_t i = p;
-            while (i < count && trace.uses[i].weight == trace.uses[i - p].weight) {
+            while (i < count && trace.uses[i].weight == trace.uses[i - p].weight)
                 i++;
-            }
             expected = i == count ? p : expected;
         }
         CHECK_OK(viking_trace_period(&trace, &found));

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from viking._engine import Home, LinearLayerMemoryManager
+from viking._engine import Home, LinearLayerMemoryManager, trim
 from viking.nn import forwards
 from viking.nn.budget import Budget, Size, parse_size
 from viking.nn.device import DeviceEngine, resolve_device
@@ -27,6 +27,10 @@ from viking.nn.progress import Progress, make_progress
 from viking.nn.storage import Weight, group
 
 Ignored = Iterable[nn.Module | torch.Tensor]
+
+
+#: While homes are filled, freed host memory is given back each time this much has moved.
+TRIM_INTERVAL_BYTES = 256 << 20
 
 
 class MemoryManager:
@@ -138,7 +142,7 @@ class MemoryManager:
 
     def _fill(self, numbers: list[int], progress: Progress) -> None:
         total = sum(self.weights[n].nbytes for n in numbers)
-        done = 0
+        done = trimmed = 0
         for number in numbers:
             weight = self.weights[number]
             home = self.homes[number]
@@ -155,6 +159,9 @@ class MemoryManager:
             for manager in self.by_weight[number]:
                 manager.bind(number, home, weight.nbytes)
             done += weight.nbytes
+            if done - trimmed >= TRIM_INTERVAL_BYTES or done == total:
+                trim()  # what the weights came from may be smaller than what the C library gives back by itself
+                trimmed = done
             progress(done, total, "moving weights to their homes")
 
     def _move_the_rest(self) -> None:
