@@ -103,12 +103,7 @@ class Side:
         return {f"{a}.{b}": m for a, root in everything.items() for b, m in root.named_modules(remove_duplicate=False)}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return {
-            f"{a}.{b}": p
-            for a, m in self.modules().items()
-            for b, p in m._parameters.items()
-            if p is not None
-        }
+        return {f"{a}.{b}": p for a, m in self.modules().items() for b, p in m._parameters.items() if p is not None}
 
     def trained(self) -> list[nn.Parameter]:
         return list({id(p): p for p in self.parameters().values() if p.requires_grad}.values())
@@ -700,8 +695,14 @@ class Twins(RuleBasedStateMachine):
             linear = side.linears()[index]
             weight = linear.weight
             fresh = (noise(seed, weight.shape) / 8).to(weight.dtype)
-            others = [m for m in side.linears() if m is not linear and m.weight.shape == weight.shape
-                      and m.weight.dtype == weight.dtype and m.weight.requires_grad == weight.requires_grad]
+            others = [
+                m
+                for m in side.linears()
+                if m is not linear
+                and m.weight.shape == weight.shape
+                and m.weight.dtype == weight.dtype
+                and m.weight.requires_grad == weight.requires_grad
+            ]
             if how == "data":
                 weight.data = fresh
             elif how == "parameter":
@@ -908,7 +909,9 @@ class Twins(RuleBasedStateMachine):
                 assert id(p) == pair.identities[name], f"{name} is another object"
                 assert same(p, theirs[name]), f"{name} differs"
                 assert (p.requires_grad, p.is_leaf, p.stride()) == (
-                    theirs[name].requires_grad, theirs[name].is_leaf, theirs[name].stride()
+                    theirs[name].requires_grad,
+                    theirs[name].is_leaf,
+                    theirs[name].stride(),
                 ), name
             assert list(pair.streamed.model.state_dict()) == list(pair.plain.model.state_dict())
 
@@ -950,7 +953,7 @@ class Twins(RuleBasedStateMachine):
                 assert linear._layer_memory_manager.module is linear
 
     def check_invariants(self, *args: Any, **more: Any) -> None:
-        seen["steps"] += 1
+        seen["rules"] += 1
         super().check_invariants(*args, **more)
 
     def teardown(self) -> None:
@@ -972,3 +975,5 @@ def test_a_model_does_what_its_plain_twin_does_whatever_happens_to_it() -> None:
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     run_state_machine_as_test(Twins, settings=settings)
+    if EXAMPLES:
+        print(dict(seen))
