@@ -107,6 +107,8 @@ def round_(destinations: Sequence[torch.Tensor], source: torch.Tensor, keys: Seq
         _round_large_(destinations[0], source, keys[0])
     else:
         rounded = round_by_torch(source, counts, keys).split(counts)
+        # As integers: a copy of bf16 on a GPU rewrites the bits of a NaN.
         torch._foreach_copy_(
-            list(destinations), [part.view(d.shape) for part, d in zip(rounded, destinations, strict=True)]
+            [d.view(torch.int16) for d in destinations],
+            [part.view(torch.int16).view(d.shape) for part, d in zip(rounded, destinations, strict=True)],
         )
