@@ -14,7 +14,6 @@ import copy
 import io
 import os
 import pickle
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,6 +36,7 @@ from torch.utils.checkpoint import CheckpointError
 
 import viking
 from support.models import CHECKPOINTING, HIDDEN, Block, LoRA, Net, Wrapper
+from support.threads import together
 from viking import _engine
 from viking.nn import managing
 from viking.nn.device import DeviceEngine
@@ -220,27 +220,6 @@ def stumbling(module: nn.Module, where: str, error: type[BaseException]) -> Iter
         yield
     finally:
         handle.remove()
-
-
-def together(*jobs: Callable[[], Any]) -> list[Any]:
-    results: list[Any] = [None] * len(jobs)
-    errors: list[BaseException] = []
-
-    def run(i: int) -> None:
-        try:
-            results[i] = jobs[i]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
-    return results
 
 
 def close_everything() -> None:

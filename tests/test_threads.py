@@ -13,6 +13,7 @@ from torch import nn
 
 import viking
 from support.models import Net, build
+from support.threads import together
 from support.training import Outcome, assert_same, inputs, train
 from viking import _engine
 from viking.nn.budget import Budget
@@ -21,28 +22,6 @@ from viking.nn.device import DeviceEngine
 
 def attach(model: nn.Module, budget: Any = 0) -> nn.Module:
     return viking.attach(model, "cpu", weights_budget=budget, progress=False)
-
-
-def together(*jobs: Callable[[], Any]) -> list[Any]:
-    """Run the jobs in threads of their own; their results, or the first exception."""
-    results: list[Any] = [None] * len(jobs)
-    errors: list[BaseException] = []
-
-    def run(i: int) -> None:
-        try:
-            results[i] = jobs[i]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
-    return results
 
 
 @pytest.fixture(params=["fast copies", "slow copies"], autouse=True)
