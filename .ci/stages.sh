@@ -24,7 +24,7 @@ install_viking() {
     touch "$SCRATCH/viking-installed"
 }
 
-# The C tests as they are and under each sanitizer.
+# The C tests as they are, under each sanitizer, and against an engine that lacks a fence.
 LIMIT_c_tests=1200
 stage_c_tests() {
     local folder sanitizer runner
@@ -38,6 +38,8 @@ stage_c_tests() {
         "${runner[@]}" env TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=1 \
             make -s -C "$folder/csrc" test SAN="$sanitizer"
     done
+    say "-- without one fence each"
+    make -s -j"$(processors)" -C "$folder/csrc" mutants
 }
 
 # The same C for Windows: compiled with mingw-w64 and run under wine. What cannot be installed here is skipped, aloud.
