@@ -30,11 +30,18 @@ def make(count, side):
 """
 
 
+#: Each block of at least this size is a mapping of its own, given back when it is freed. By default glibc raises the
+#: size after the first large block, and what is free at the end of its heap then stays or goes as the machine has it.
+_EXACT_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+
+
 def measure(program: str) -> dict[str, Any]:
     """Run a program after the prelude above, and read the JSON that it prints last."""
     code = _PRELUDE + textwrap.dedent(program)
     paths = [str(Path(__file__).parents[1]), *sys.path]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    environment = {
+        **os.environ, **_EXACT_ALLOCATOR, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)
+    }
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240,
                           check=False)
     assert done.returncode == 0, done.stdout + done.stderr
