@@ -38,7 +38,7 @@ import viking
 from support.models import CHECKPOINTING, HIDDEN, Block, LoRA, Net, Wrapper
 from support.threads import together
 from viking import _engine
-from viking.nn import managing
+from viking.nn import latecomers
 from viking.nn.device import DeviceEngine
 
 EXAMPLES = int(os.environ.get("VIKING_STATE_MACHINE_EXAMPLES", "0"))
@@ -225,13 +225,13 @@ def stumbling(module: nn.Module, where: str, error: type[BaseException]) -> Iter
 def close_everything() -> None:
     """What an example that failed has left would be the next one's failure."""
     DeviceEngine.make_engine = None
-    for manager in list(managing._watched.values()):
+    for manager in list(latecomers._watched.values()):
         with contextlib.suppress(RuntimeError, ValueError):  # in the middle of a use, or of a growth
             manager.stop()
-    managing._watched.clear()
-    for hook in managing._watch_hooks:
+    latecomers._watched.clear()
+    for hook in latecomers._hooks:
         hook.remove()
-    managing._watch_hooks.clear()
+    latecomers._hooks.clear()
     DeviceEngine._open.clear()
 
 
@@ -899,8 +899,8 @@ class Twins(RuleBasedStateMachine):
         if self.attached:
             return
         assert not DeviceEngine._open
-        assert not managing._watched
-        assert not managing._watch_hooks
+        assert not latecomers._watched
+        assert not latecomers._hooks
         for pair in self.pairs:
             theirs = pair.plain.modules()
             for name, module in pair.streamed.modules().items():

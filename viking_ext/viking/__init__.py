@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from typing import Any
 
     from viking._engine import LinearLayerMemoryManager
-    from viking.nn.managing import MemoryManager, attach, detach, editing, refresh
+    from viking.nn.attaching import attach, detach, editing, refresh
+    from viking.nn.managing import MemoryManager
     from viking.nn.precision import force_to_bf16
     from viking.nn.report import Stats, WeightStats, stats
     from viking.optim.rounding import stochastic_rounding
 
 _HOMES = {
-    "attach": "viking.nn.managing",
-    "detach": "viking.nn.managing",
-    "editing": "viking.nn.managing",
-    "refresh": "viking.nn.managing",
+    "attach": "viking.nn.attaching",
+    "detach": "viking.nn.attaching",
+    "editing": "viking.nn.attaching",
+    "refresh": "viking.nn.attaching",
     "MemoryManager": "viking.nn.managing",
     "force_to_bf16": "viking.nn.precision",
     "stats": "viking.nn.report",

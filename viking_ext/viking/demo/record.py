@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from viking.nn.managing import managers_of
+from viking.nn.attaching import managers_of
 from viking.timeline import Placed, Span
 
 

@@ -18,7 +18,8 @@ import torch
 
 from viking import _engine
 from viking.nn.budget import Budget, device_limit, device_others
-from viking.units import format_bytes
+from viking.nn.pinning import Pinning
+from viking.nn.progress import Progress
 
 if TYPE_CHECKING:
     from viking._engine import LinearLayerMemoryManager
@@ -96,8 +97,7 @@ class DeviceEngine:
         self.slab: torch.Tensor | None = None
         self.budget = Budget()
         self.settled = False
-        self.pin_limit: int | None = None
-        self.pin_warned = False
+        self.pinning = Pinning()
         # Weakly: a model that is dropped without a detach goes, and its weights with it.
         self.managers: weakref.WeakSet[MemoryManager] = weakref.WeakSet()
         self.numbers: set[int] = set()  # of all weights that the engine has
@@ -198,39 +198,11 @@ class DeviceEngine:
     def _managers(self) -> list[LinearLayerMemoryManager]:
         return [manager for together in self.linears.values() for manager in together]
 
-    # ---- pinned memory ----
-
-    def pin(self, progress: Callable[[int, int, str], None] | None = None) -> None:
-        """Pin what is streamed and unpin what is resident. What the system refuses is streamed from pageable memory."""
+    def pin(self, progress: Progress | None = None) -> None:
+        """Pin what is streamed and unpin what is resident."""
         if self.device.type == "cpu" and DeviceEngine.make_engine is None:
             return
-        linears = self.linears
-        sizes = {w: together[0].nbytes for w, together in linears.items()}
-        total, done, pinned = sum(sizes.values()), 0, 0
-        for weight, nbytes in sizes.items():
-            path = linears[weight][0].path
-            if self.pin_limit is not None and path != "resident" and pinned + nbytes > self.pin_limit:
-                self.engine.unpin(weight)
-            else:
-                try:
-                    self.engine.pin(weight)
-                    pinned += nbytes if path != "resident" else 0
-                except (RuntimeError, MemoryError) as error:
-                    self._warn_unpinned(error, pinned)
-                    return
-            done += nbytes
-            if progress is not None:
-                progress(done, total, "pinning host memory")
-
-    def _warn_unpinned(self, error: Exception, pinned: int) -> None:
-        if self.pin_warned:
-            return
-        self.pin_warned = True
-        warnings.warn(
-            f"host memory could be pinned for {format_bytes(pinned)} of weights only ({error}); the rest streams from "
-            "pageable memory: the same numbers, slower",
-            stacklevel=2,
-        )
+        self.pinning.apply(self.engine, self.linears, progress)
 
     # ---- life ----
 

@@ -1,4 +1,4 @@
-"""attach and detach: which modules of a model are streamed, and everything that this changes about them.
+"""One managed model: which of its modules are streamed, and everything that this changes about them.
 
 Attaching happens in this order, so that a mistake is found before anything was touched and no second copy of the model
 ever exists: judge every module; open homes, which cost nothing until they are filled, and find a layout under the
@@ -9,21 +9,18 @@ included, undoes what was done.
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from viking._engine import Home, LinearLayerMemoryManager, trim
-from viking.nn import forwards
-from viking.nn.budget import Budget, Size, parse_size
-from viking.nn.device import DeviceEngine, resolve_device
+from viking.nn import forwards, latecomers
+from viking.nn.budget import Budget
+from viking.nn.device import DeviceEngine
 from viking.nn.eligible import Verdict, judge
-from viking.nn.progress import Progress, make_progress
+from viking.nn.progress import Progress
 from viking.nn.storage import Weight, group
 
 Ignored = Iterable[nn.Module | torch.Tensor]
@@ -34,7 +31,7 @@ TRIM_INTERVAL_BYTES = 256 << 20
 
 
 class MemoryManager:
-    """Manages one model on one device: found at `model._memory_manager`, made by :func:`attach`."""
+    """Manages one model on one device: found at `model._memory_manager`, made by :func:`viking.attach`."""
 
     def __init__(
         self, module: nn.Module, device: DeviceEngine, ignore: Ignored = (), options: tuple[Any, ...] = ()
@@ -80,18 +77,18 @@ class MemoryManager:
     def start(self, progress: Progress, budget: Budget, pin_limit: int | None) -> None:
         """Manage the whole module. On an exception everything is as before."""
         device = self.device
-        before = (device.budget, device.settled, device.pin_limit)
+        before = (device.budget, device.settled, device.pinning.limit)
         device.set_budget(budget)
         device.join(self)
         try:
-            device.pin_limit = pin_limit
+            device.pinning.limit = pin_limit
             self._adopt(progress)
             self.started = True
             self.module.__dict__["_memory_manager"] = self
             self._hook = self.module.register_forward_pre_hook(self._enter, prepend=True)
-            _watch(self)
+            latecomers.watch(self)
         except BaseException:
-            device.budget, device.settled, device.pin_limit = before
+            device.budget, device.settled, device.pinning.limit = before
             self.stop()
             raise
 
@@ -336,7 +333,7 @@ class MemoryManager:
             self._release_weight(number)
             if any(segment.device.type != "cpu" for segment in weight.segments):
                 self.travelled.append((weight, home))
-        _unwatch(self)
+        latecomers.unwatch(self)
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -344,8 +341,7 @@ class MemoryManager:
         for module, origin in reversed(self.moved):
             nn.Module._apply(module, lambda t, to=origin: t if id(t) in self.ignored else t.to(to), recurse=False)
         self.moved.clear()
-        for other in list(_watched.values()):  # one that covers these modules as well takes them over
-            other.stale = True
+        latecomers.look_again()  # another manager that covers these modules as well takes them over
         self.device.leave(self)
         for weight, home in self.travelled:  # only now: the slab's memory is what they need
             for segment in weight.segments:
@@ -358,148 +354,3 @@ def _tensor_over(home: Home) -> torch.Tensor:
     """All bytes of a home as a uint8 tensor that keeps it alive."""
     with torch.inference_mode(False):
         return torch.frombuffer(home, dtype=torch.uint8)
-
-
-# ---- modules and parameters that are registered after attach ----
-
-_watched: weakref.WeakValueDictionary[int, MemoryManager] = weakref.WeakValueDictionary()
-_watch_hooks: list[Any] = []
-
-
-def _watch(manager: MemoryManager) -> None:
-    if not _watch_hooks:
-        _watch_hooks.append(torch_module.register_module_module_registration_hook(_registered))
-        _watch_hooks.append(torch_module.register_module_parameter_registration_hook(_registered))
-    _watched[id(manager)] = manager
-
-
-def _unwatch(manager: MemoryManager) -> None:
-    _watched.pop(id(manager), None)
-    if not _watched:
-        for hook in _watch_hooks:
-            hook.remove()
-        _watch_hooks.clear()
-
-
-def _registered(module: nn.Module, name: str, value: Any) -> None:
-    for manager in list(_watched.values()):
-        manager.stale = True
-
-
-# ---- public functions ----
-
-
-def attach(
-    model: nn.Module,
-    device: str | torch.device | int = "cuda",
-    vram: Size = "auto",
-    weights_budget: Size = None,
-    pin: str | int | bool = "auto",
-    ignore: Ignored = (),
-    progress: bool | Callable[[int, int, str], None] = True,
-) -> nn.Module:
-    """Stream the model's frozen Linear weights from host memory to `device`; everything else moves there for good.
-
-    The model computes what it computes without this, bit for bit; train and sample as before.
-
-    Args:
-        model: any module whose Linear weights are fp32, bf16 or fp16. It may be on the host, where it should be if the
-            card cannot hold it, or on the device already.
-        device: "cuda", "cuda:1", or "cpu", which runs the same schedule on threads, without a GPU.
-        vram: what the whole process may use on the device: "auto", bytes, or a string such as "20GiB".
-        weights_budget: what the streamed and resident weights may use, instead of `vram`; 0 is the smallest that works.
-        pin: how much host memory may be pinned: "auto" (what is streamed), False (nothing), or a limit ("16GiB").
-        ignore: modules, parameters and buffers to leave untouched, for you to move.
-        progress: True, False, or a callable ``(done_bytes, total_bytes, what)``.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: unusable device or size, a budget that is too small (the message names the smallest that works), a
-            weight that has no data (meta device), or other arguments than at the attach before.
-        RuntimeError: no CUDA here.
-        torch.OutOfMemoryError: the device cannot hold what is not streamed.
-
-    The model is untouched after an exception.
-
-    >>> model = viking.attach(model, "cuda", vram="20GiB")
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"attach needs a torch.nn.Module, not {type(model).__name__}")
-    target = resolve_device(device)
-    ignore = tuple(ignore)
-    budget = Budget(parse_size(vram, "vram"), parse_size(weights_budget, "weights_budget"))
-    asked = (target, budget, _pin_limit(pin), tuple(sorted(id(item) for item in ignore)))
-    present = getattr(model, "_memory_manager", None)
-    if present is not None:
-        if present.options == asked:
-            return model
-        raise ValueError("this model is attached already, with other arguments: call viking.detach(model) first")
-    with DeviceEngine.lock, make_progress(progress) as report:
-        MemoryManager(model, DeviceEngine.of(target), ignore, asked).start(report, budget, _pin_limit(pin))
-    return model
-
-
-def _pin_limit(pin: str | int | bool) -> int | None:
-    if pin == "auto" or pin is True:
-        return None
-    return 0 if pin is False else parse_size(pin, "pin")
-
-
-def detach(model: nn.Module) -> None:
-    """Undo :func:`attach`: parameters, forwards, hooks and attributes are as before it, on the devices of before.
-
-    What was not attached is left alone. A graph built before cannot run backward afterwards.
-
-    >>> viking.detach(model)
-    """
-    manager = model.__dict__.get("_memory_manager")
-    if manager is not None:
-        with DeviceEngine.lock:
-            manager.stop()
-
-
-def managers_of(model: nn.Module) -> Iterator[MemoryManager]:
-    """The managers of this model, whether it was attached itself or a part of it was."""
-    found: dict[int, MemoryManager] = {}
-    for module in model.modules():
-        for name in ("_memory_manager", "_layer_memory_manager"):
-            owner = module.__dict__.get(name)
-            if owner is not None:
-                manager = owner if name == "_memory_manager" else owner.manager
-                found[id(manager)] = manager
-    if not found:
-        raise ValueError("this model is not attached: call viking.attach(model, device) first")
-    return iter(found.values())
-
-
-def refresh(model: nn.Module) -> None:
-    """Fetch all weights again before their next use.
-
-    Needed after host writes that torch does not count: ``parameter.data.add_(...)``, fused optimizers, numpy. Ordinary
-    in-place operations, ``load_state_dict`` and replaced parameters are noticed without it. ValueError if the model is
-    not attached.
-
-    >>> model.proj.weight.data.mul_(0.5)
-    >>> viking.refresh(model)
-    """
-    for manager in managers_of(model):
-        manager.refresh()
-
-
-@contextlib.contextmanager
-def editing(model: nn.Module) -> Iterator[None]:
-    """Write to the weights of an attached model on the host: no copy reads them meanwhile, and all are fetched again.
-
-    >>> with viking.editing(model):
-    ...     model.load_state_dict(state)
-    """
-    managers = list(managers_of(model))
-    for manager in managers:
-        manager.device.engine.drain_copies()
-    try:
-        yield
-    finally:
-        for manager in managers:
-            manager.refresh()

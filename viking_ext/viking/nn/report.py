@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from viking.nn.managing import managers_of
+from viking.nn.attaching import managers_of
 
 
 @dataclass(frozen=True)
