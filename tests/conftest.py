@@ -16,7 +16,7 @@ def no_engine_stays_open() -> Iterator[None]:
         return
     from viking.nn.device import DeviceEngine
 
-    DeviceEngine.make_engine = None
+    DeviceEngine.make_engine = DeviceEngine.make_memory = None
     for device in list(DeviceEngine._open.values()):
         for manager in {id(m.manager): m.manager for together in device.linears.values() for m in together}.values():
             with contextlib.suppress(RuntimeError):  # a test that failed in the middle of a use

@@ -126,7 +126,7 @@ def test_nobody_waits_for_a_slab_whose_relayout_was_interrupted(
         for _ in range(3):
             expected = model(x)
         device = model._memory_manager.device
-        device.budget = Budget(weights=1 << 30)  # another slab is needed
+        device.share.asked = Budget(weights=1 << 30)  # another slab is needed
         with monkeypatch.context() as patch:
             patch.setattr(device, "engine", Failing(device.engine, method, before))
             with pytest.raises(KeyboardInterrupt):

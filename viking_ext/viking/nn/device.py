@@ -7,7 +7,6 @@ they share the engine of their device, and the budget is the engine's.
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import warnings
 import weakref
@@ -17,16 +16,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from viking import _engine
-from viking.nn.budget import Budget, device_limit, device_others
+from viking.nn import pressure
+from viking.nn.budget import SHRINK_PART, Budget, DeviceMemory, Share
 from viking.nn.pinning import Pinning
 from viking.nn.progress import Progress
+from viking.units import format_bytes
 
 if TYPE_CHECKING:
     from viking._engine import LinearLayerMemoryManager
     from viking.nn.managing import MemoryManager
-
-#: Training steps after which everything but the weights is taken to have reached its peak.
-SETTLING_STEPS = 2
 
 
 def resolve_device(device: str | torch.device | int) -> torch.device:
@@ -37,8 +35,8 @@ def resolve_device(device: str | torch.device | int) -> torch.device:
         raise ValueError(f'{device!r} is not a device: use "cuda", "cuda:1" or "cpu"') from error
     if found.type not in ("cuda", "cpu"):
         raise ValueError(f'Viking streams to "cuda" devices, and to "cpu" for trying it out, not to {str(found)!r}')
-    if found.type == "cpu":
-        return torch.device("cpu")
+    if found.type == "cpu":  # "cpu:1" is a host engine of its own: for trying out several devices
+        return torch.device("cpu", found.index) if found.index else torch.device("cpu")
     if not torch.cuda.is_available():
         reason = (
             "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
@@ -78,6 +76,8 @@ class DeviceEngine:
     lock: ClassVar[ChangeLock] = ChangeLock()
     #: How the native engine is made; tests put engines with delays and faults here.
     make_engine: ClassVar[Callable[[torch.device], _engine.Engine] | None] = None
+    #: How a device's memory is read; tests put scripted readings here.
+    make_memory: ClassVar[Callable[[torch.device], DeviceMemory] | None] = None
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceEngine:
@@ -87,6 +87,8 @@ class DeviceEngine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        #: Where its tensors are: the host is one device to torch, however many engines stand on it.
+        self.process_device = torch.device("cpu") if device.type == "cpu" else device
         if DeviceEngine.make_engine is not None:
             self.engine = DeviceEngine.make_engine(device)
         elif device.type == "cuda":
@@ -95,8 +97,11 @@ class DeviceEngine:
         else:
             self.engine = _engine.Engine("host")
         self.slab: torch.Tensor | None = None
-        self.budget = Budget()
-        self.settled = False
+        self.memory = self._read_memory()
+        self.share = Share(self.memory)
+        self.retries = pressure.Retries()
+        pressure.watch()
+        pressure.take(device)  # what failed before is none of this engine's
         self.pinning = Pinning()
         # Weakly: a model that is dropped without a detach goes, and its weights with it.
         self.managers: weakref.WeakSet[MemoryManager] = weakref.WeakSet()
@@ -116,55 +121,138 @@ class DeviceEngine:
 
     # ---- budget ----
 
+    def _read_memory(self) -> DeviceMemory | None:
+        if DeviceEngine.make_memory is not None:
+            return DeviceEngine.make_memory(self.device)
+        return DeviceMemory(self.device) if self.device.type == "cuda" else None
+
     def set_budget(self, asked: Budget) -> None:
         """An automatic budget leaves what an earlier attach has said."""
         if asked == Budget():
             return
-        if self.managers and self.budget not in (Budget(), asked):
+        if self.managers and self.share.asked not in (Budget(), asked):
             warnings.warn(
-                f"the budget of {self.device} is now {asked} instead of {self.budget}: it is shared by all models on "
-                "the device",
+                f"the budget of {self.device} is now {asked} instead of {self.share.asked}: it is shared by all models "
+                "on the device",
                 stacklevel=4,
             )
-        self.budget, self.settled = asked, False
+        self.share = Share(self.memory, asked)
+        pressure.take(self.device)
 
-    def budget_bytes(self) -> int:
-        """The weights' share at present. ValueError where what was asked for is too small, naming what works."""
+    def budget_bytes(self, strict: bool = True) -> int:
+        """The weights' share at present. ValueError where what was asked for is too small, naming what works; not
+        `strict`: where `vram` was enough once, the smallest."""
         smallest, largest = self.engine.budget_range()
-        if self.device.type == "cpu":
-            return self.budget.weights_bytes(smallest, largest, sys.maxsize, self.resident_bytes)
         slab_bytes = 0 if self.slab is None else self.slab.numel()
-        limit = device_limit(self.device, self.budget.vram)
-        others = device_others(self.device, slab_bytes, limit, smallest, self.settled)
-        return self.budget.weights_bytes(smallest, largest, limit, others)
+        return self.share.weights_bytes(smallest, largest, slab_bytes, self.resident_bytes, strict)
 
-    def settle(self) -> bool:
-        """After the first training steps the rest of the memory is known: True if the budget may change with it."""
-        if self.settled or self.device.type == "cpu" or self.budget.is_fixed:
+    def is_due(self) -> bool:
+        """At a root entry: memory ran short, or what everything else takes is known better now."""
+        due, slab = pressure.is_short(self.device), self.slab
+        if self.memory is None or slab is None:
+            return due
+        now = self.memory.allocator()
+        due = self.retries.are_due(now) or due
+        if not self.share.asked.is_fixed:
+            self.share.observe(now, slab.numel())
+            due = due or self.share.has_grown or self._is_settling()
+        return due
+
+    def _is_settling(self) -> bool:
+        settles_at = self.share.settles_at
+        return settles_at is not None and self.engine.stats()["steps"] >= settles_at
+
+    def adapt(self, renew: bool) -> None:
+        """Another layout, where the share of the weights is another one now, or at any rate to `renew`."""
+        self.share.settle(self.engine.stats()["steps"])
+        renew = self._shrink() or renew or self.needs_layout()
+        if renew or self.budget_bytes(strict=False) != self.engine.stats()["budget_bytes"]:
+            self.relayout(strict=False)
+            self.pin()
+
+    def _shrink(self) -> bool:
+        """If memory ran short since the last time, the weights leave some of theirs."""
+        missing = pressure.take(self.device)
+        retried = self.memory is not None and self.retries.take(self.memory.allocator())
+        if (missing is None and not retried) or self.slab is None:
             return False
-        self.settled = self.engine.stats()["steps"] >= SETTLING_STEPS
-        return self.settled
+        before = self.engine.stats()["budget_bytes"]
+        after = self.share.shrink(missing or 0, before, self.engine.budget_range()[0])
+        if after >= before:
+            return False
+        self._warn(
+            "the allocator had to give its cache back and try again"
+            if missing is None
+            else f"an allocation of {format_bytes(missing)} failed",
+            before,
+            after,
+        )
+        return True
+
+    def _warn(self, what: str, before: int, after: int) -> None:
+        warnings.warn(
+            f"{what} on {self.device}: the weights budget is now {format_bytes(after)} instead of "
+            f"{format_bytes(before)} ({after} bytes)",
+            stacklevel=3,
+        )
 
     # ---- layout ----
 
-    def relayout(self) -> None:
-        """Find addresses for all weights under the budget and put them into force."""
+    def relayout(self, strict: bool = True) -> None:
+        """Find addresses for all weights under the budget and put them into force. `strict`: see budget_bytes."""
         self.sweep()
         if not self.numbers:
             self._drop_slab()
             return
-        slab_bytes = self.engine.layout(self.budget_bytes())
+        if self.memory is not None and self.slab is not None:
+            self.share.observe(self.memory.allocator(), self.slab.numel())
+        budget = self.budget_bytes(strict)
+        slab_bytes = self.engine.layout(budget)
         try:
             if self.slab is None or self.slab.numel() != slab_bytes:
                 self._drop_slab()
-                if self.device.type == "cuda":
-                    torch.cuda.empty_cache()  # the old slab would stay cached beside the new one
-                self.slab = self._allocate(slab_bytes)
+                if self.memory is not None:
+                    self.memory.give_back()  # the old slab would stay cached beside the new one
+                self.slab = self._allocate_what_fits(budget, slab_bytes)
             self.engine.use_layout(self.slab.data_ptr())
         except BaseException:
             self._give_up_layout()
             raise
         self._forget_views()
+        if self.memory is not None:
+            self.memory.reset_peak()
+            self.retries.reset(self.memory.allocator())
+
+    def _allocate_what_fits(self, budget: int, slab_bytes: int) -> torch.Tensor:
+        """A slab for the layout found last, or for one under the largest smaller budget that the device has room for:
+        a fiftieth less, then twice as much at a time. torch.OutOfMemoryError where it has none for the smallest."""
+        tried, step, ceiling = budget, budget // SHRINK_PART, self.share.ceiling
+        while True:
+            try:
+                slab = self._allocate(slab_bytes)
+                break
+            except torch.cuda.OutOfMemoryError as error:
+                pressure.take(self.device)
+                smallest, _ = self.engine.budget_range()
+                if tried <= smallest:
+                    self.share.ceiling = ceiling
+                    raise torch.cuda.OutOfMemoryError(self._no_room(slab_bytes)) from error
+                tried = self.share.shrink(step, tried, smallest)
+                step *= 2
+            slab_bytes = self.engine.layout(tried)
+        if tried < budget:
+            self._warn(f"{format_bytes(budget)} for the weights could not be allocated", budget, tried)
+        return slab
+
+    def _no_room(self, slab_bytes: int) -> str:
+        there = ""
+        if self.memory is not None:
+            free, total = self.memory.driver()
+            there = f", of which {format_bytes(free)} of {format_bytes(total)} are free"
+        return (
+            f"the smallest slab that works for the weights ({slab_bytes} bytes: {format_bytes(slab_bytes)}) could not "
+            f"be allocated on {self.device}{there}: free device memory, or use smaller inputs"
+        )
 
     def needs_layout(self) -> bool:
         """There was no memory for the slab at the last relayout, or weights have come or gone since."""
@@ -172,7 +260,7 @@ class DeviceEngine:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            raw = torch.empty(nbytes + 256, dtype=torch.uint8, device=self.device)
+            raw = torch.empty(nbytes + 256, dtype=torch.uint8, device=self.process_device)
         start = -raw.data_ptr() % 256
         return raw[start : start + nbytes]
 
@@ -209,6 +297,7 @@ class DeviceEngine:
     def join(self, manager: MemoryManager) -> None:
         """A model comes. It leaves by :meth:`leave`, or by being garbage."""
         self.managers.add(manager)
+        self.share.learn(self.engine.stats()["steps"], forget=True)
         weakref.finalize(manager, self._dropped).atexit = False
 
     def leave(self, manager: MemoryManager) -> None:
@@ -217,10 +306,11 @@ class DeviceEngine:
         if not self.managers:
             self._close()
             return
+        self.share.learn(self.engine.stats()["steps"], forget=False)
         try:
             self.relayout()
-        except ValueError:  # what stays has outgrown the budget: its next step says so, a detach always works
-            self.lost = True
+        except (ValueError, torch.cuda.OutOfMemoryError):
+            self.lost = True  # what stays has outgrown the budget: its next step says so, a detach always works
             return
         self.pin()
 

@@ -9,6 +9,7 @@ included, undoes what was done.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -58,7 +59,7 @@ class MemoryManager:
     @property
     def process_device(self) -> torch.device:
         """Where the model computes."""
-        return self.device.device
+        return self.device.process_device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MemoryManager:
         raise TypeError(
@@ -77,7 +78,8 @@ class MemoryManager:
     def start(self, progress: Progress, budget: Budget, pin_limit: int | None) -> None:
         """Manage the whole module. On an exception everything is as before."""
         device = self.device
-        before = (device.budget, device.settled, device.pinning.limit)
+        before = (device.share, device.pinning.limit)
+        device.share = dataclasses.replace(device.share)
         device.set_budget(budget)
         device.join(self)
         try:
@@ -88,7 +90,7 @@ class MemoryManager:
             self._hook = self.module.register_forward_pre_hook(self._enter, prepend=True)
             latecomers.watch(self)
         except BaseException:
-            device.budget, device.settled, device.pinning.limit = before
+            device.share, device.pinning.limit = before
             self.stop()
             raise
 
@@ -303,10 +305,9 @@ class MemoryManager:
                 self._adopt_late_comers()
         training = torch.is_grad_enabled()
         renew = self.device.engine.pass_begin(2 * self._key + training, training)
-        if renew or self.device.settle() or self.device.needs_layout():
+        if self.device.is_due() or renew or self.device.needs_layout():
             with DeviceEngine.lock:
-                self.device.relayout()
-                self.device.pin()
+                self.device.adapt(renew)
 
     def device_views(self, manager: LinearLayerMemoryManager, address: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """weight and bias of a managed Linear over the device memory at `address`."""
