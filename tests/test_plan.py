@@ -145,7 +145,7 @@ def test_sweeps_are_found_where_every_weight_has_been_used_again():
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (lambda: shapes.get("flux3"), "'flux3' is unknown; there are flux2"),
+        (lambda: shapes.get("flux3"), "'flux3' is unknown; there are flux1, flux2, sdxl, wan14b"),
         (lambda: shapes.get("flux2", 0), "depth: 0 is not above 0"),
         (lambda: shapes.get("flux2", 2), "depth: 2 is not above 0 and at most 1"),
         (lambda: shapes.get("flux2").trace("backwards"), "'backwards' is unknown; accepted are checkpointed"),
@@ -418,7 +418,7 @@ def test_a_picture_that_cannot_be_written_is_one_sentence(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["flux9"], "'flux9' is neither a shape (flux2) nor a file"),
+        (["flux9"], "'flux9' is neither a shape (flux1, flux2, sdxl, wan14b) nor a file"),
         (["flux2", "--weights-budget", "12 apples"], "--weights-budget: '12 apples' has the unknown unit 'apples'"),
         (["flux2", "--weights-budget", "-1GB"], "--weights-budget"),
         (["flux2", "--weights-budget", "1GB"], "the smallest budget that works is 1358954496 bytes"),

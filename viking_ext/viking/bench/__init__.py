@@ -1,5 +1,12 @@
 """`python -m viking.bench`: how close a step comes to what the hardware can do, measured on your machine.
 
-The transformer has the shape of FLUX.2-dev (hidden 6144, 48 heads, 8 double-stream and 48 single-stream blocks) with
-random weights, a LoRA on every linear of its blocks, checkpointing per block, and 1024 image and 512 text tokens.
+The models have the shapes of ones that people train (FLUX.1, FLUX.2, SDXL, Wan 14B), with random weights, a LoRA on
+every linear of their blocks, and checkpointing per block. Link bandwidth and the compute time of each sweep are
+measured in the same run as all the rest, so the ratio to T1, which no executor can beat, does not depend on the day.
+
+    python -m viking.bench flux2 --vram 24GiB --verify                     one model, one cap
+    python -m viking.bench flux2 --depth 1/4 --weights-budget 8GiB 4GiB    the weights' budget alone
+    python -m viking.bench flux2 --vram 16GiB --engine viking --engine ai-toolkit:PATH --engine musubi:PATH
+    python -m viking.bench all --quick                                     a table of all models, a few blocks of each
+    python -m viking.bench overhead                                        host time of 200 small linears
 """

@@ -74,6 +74,19 @@ def time_steps(model: nn.Module, x: torch.Tensor, steps: int, warm_up: int) -> S
     return StepTimes(statistics.median(whole), statistics.median(forward), min(whole), max(whole), host)
 
 
+def time_forward(model: nn.Module, x: torch.Tensor, passes: int) -> float:
+    """Median of a forward without gradients, as sampling runs it; the first one is not counted."""
+    times = []
+    for _ in range(passes + 1):
+        with torch.no_grad():
+            begin = _Clock(x.device)
+            model(x)
+            end = _Clock(x.device)
+        synchronize(x.device)
+        times.append(begin.until(end))
+    return statistics.median(times[1:])
+
+
 def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Output, input gradient and LoRA gradients of one step, on the host."""
     y, _ = train_step(model, x)
@@ -106,10 +119,17 @@ class Floor:
     bandwidth: float
     forward: float  # resident compute time, s
     backward: float
+    sample: float
+
+    def _travel(self, budget_bytes: int) -> float:
+        return max(0, self.candidate_bytes - budget_bytes) / self.bandwidth
 
     def step(self, budget_bytes: int) -> float:
-        copy = max(0, self.candidate_bytes - budget_bytes) / self.bandwidth
-        return max(self.forward, copy) + max(self.backward, copy)
+        travel = self._travel(budget_bytes)
+        return max(self.forward, travel) + max(self.backward, travel)
+
+    def sampling(self, budget_bytes: int) -> float:
+        return max(self.sample, self._travel(budget_bytes))
 
     def fetched_bytes(self, budget_bytes: int) -> int:
         return 2 * max(0, self.candidate_bytes - budget_bytes)

@@ -11,7 +11,7 @@ them, in the form that the planner takes and that :func:`viking.plan.save` write
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from importlib import import_module
 
@@ -27,24 +27,35 @@ MODES = ("checkpointed", "plain", "forward")
 READ = 0
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One linear: ``inputs`` -> ``outputs`` over ``tokens`` rows a step."""
+    """One linear: ``inputs`` -> ``outputs`` over ``tokens`` rows a step.
+
+    ``conditioned``: its input comes from outside of the model (text, time), needs no gradient, and so backward does not
+    use the frozen weight. ``checkpointed``: it is computed again in backward, with its block.
+    """
 
     name: str
     outputs: int
     inputs: int
     tokens: int
     block: int
+    bias: bool = False
+    conditioned: bool = False
+    checkpointed: bool = True
 
     @property
     def parameters(self) -> int:
+        """Of the matrix."""
         return self.outputs * self.inputs
 
     def nbytes(self, weights: str) -> int:
-        """Bytes of the weight in the slab, for a type of :data:`ELEMENT_BYTES`."""
-        size = self.parameters * ELEMENT_BYTES[weights]
-        return -(-size // ALIGNMENT) * ALIGNMENT
+        """Bytes in the slab: a matrix of a type of :data:`ELEMENT_BYTES`, a bias of 16 bits."""
+        return _aligned(self.parameters * ELEMENT_BYTES[weights]) + (_aligned(2 * self.outputs) if self.bias else 0)
 
 
 @dataclass(frozen=True)
@@ -145,9 +156,10 @@ class Shape:
             return
         for block in reversed(blocks):
             if mode == "checkpointed":
-                recomputed = block[:-1] if early_stop else block
+                recomputed = [layer for layer in block[: -1 if early_stop else None] if self.layers[layer].checkpointed]
                 yield from ((layer, "R", layer == block[0]) for layer in recomputed)
-            yield from ((layer, "B", layer == block[0]) for layer in reversed(block))
+            used = [layer for layer in reversed(block) if not self.layers[layer].conditioned]
+            yield from ((layer, "B", layer == used[-1]) for layer in used)
 
     def trace(
         self,
@@ -187,7 +199,12 @@ class Shape:
         return Trace(trace.name, listed, trace.uses, trace.find_sweeps())
 
 
-_MODULES = {"flux2": "viking.shapes.flux2"}
+_MODULES = {
+    "flux1": "viking.shapes.flux",
+    "flux2": "viking.shapes.flux",
+    "sdxl": "viking.shapes.sdxl",
+    "wan14b": "viking.shapes.wan",
+}
 
 
 def names() -> list[str]:
@@ -196,7 +213,7 @@ def names() -> list[str]:
 
 
 def get(name: str, depth: Fraction | int = 1) -> Shape:
-    """A named shape, with ``depth`` of its blocks of each kind (rounded, one at least).
+    """A named shape, with ``depth`` of its blocks (rounded, one of each kind at least).
 
     Raises:
         ValueError: an unknown name, or a depth that is not above 0 and at most 1.
@@ -205,5 +222,6 @@ def get(name: str, depth: Fraction | int = 1) -> Shape:
         raise ValueError(f"shape: {name!r} is unknown; there are {', '.join(names())}")
     if not 0 < depth <= 1:
         raise ValueError(f"depth: {depth} is not above 0 and at most 1")
-    make: Callable[[Fraction], Shape] = import_module(_MODULES[name]).shape
-    return make(Fraction(depth))
+    make: Callable[[Fraction], Shape] = getattr(import_module(_MODULES[name]), name)
+    shape = make(Fraction(depth))
+    return shape if depth == 1 else replace(shape, name=f"{name} at {depth} of its depth")

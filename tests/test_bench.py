@@ -1,0 +1,266 @@
+"""The benchmark: its models are the shapes that the planner knows, its rows are right, peers run from checkouts."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import viking
+from viking import shapes
+from viking.bench import command, memory, models, overhead, peers
+from viking.bench.measure import Floor, train_step
+from viking.bench.models import Lora, Model
+from viking.bench.rows import Row, table
+
+CPU = torch.device("cpu")
+SMALL = {
+    "flux1": Model("flux1", Fraction(1, 19), 48),
+    "flux2": Model("flux2", Fraction(1, 24), 96),
+    "sdxl": Model("sdxl", Fraction(1, 10), 128),
+    "wan14b": Model("wan14b", Fraction(1, 20), 80),
+}
+
+
+@pytest.fixture(params=sorted(SMALL))
+def small(request: pytest.FixtureRequest) -> Model:
+    return SMALL[request.param]
+
+
+def recorded_order(model: nn.Module, layers: list[nn.Linear]) -> list[int]:
+    """Indices into `layers`, as the engine has seen their uses in the last complete pass."""
+    numbers = {layer._layer_memory_manager.weight: index for index, layer in enumerate(layers)}
+    return [numbers[weight] for weight, *_ in model._memory_manager.device.engine.last_trace()]
+
+
+@pytest.mark.parametrize("mode", ["checkpointed", "forward"])
+def test_a_step_uses_the_linears_in_the_order_of_the_shape(small: Model, mode: str) -> None:
+    model, x = small.build(2, torch.float32, CPU, CPU), small.make_input(torch.float32, CPU)
+    called: list[nn.Linear] = []
+    layers = [module.linear for module in model.modules() if isinstance(module, Lora)]
+    hooks = [layer.register_forward_hook(lambda module, *_: called.append(module)) for layer in layers]
+    with torch.no_grad():
+        model(x)
+    for hook in hooks:
+        hook.remove()
+    shape = small.shape
+    assert [(m.out_features, m.in_features, m.bias is not None) for m in called] == [
+        (layer.outputs, layer.inputs, layer.bias) for layer in shape.layers
+    ]
+
+    viking.attach(model, "cpu", weights_budget=0, progress=False)
+    for _ in range(3):
+        if mode == "forward":
+            with torch.no_grad():
+                model(x)
+        else:
+            train_step(model, x)
+
+    # Nothing of a block is left out of its recompute where the LoRA comes after the base linear.
+    assert recorded_order(model, called) == [layer for layer, _, _ in shape.order(mode)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "billions"),
+    [("flux1", 304, 11.8), ("flux2", 160, 31.4), ("sdxl", 722, 2.2), ("wan14b", 400, 14.1)],
+)
+def test_shapes_have_the_published_sizes(name: str, layers: int, billions: float) -> None:
+    shape = shapes.get(name)
+    assert len(shape.layers) == layers
+    assert round(shape.parameters / 1e9, 1) == billions
+
+
+def test_the_model_is_built_the_same_every_time_and_each_linear_is_finished_once(small: Model) -> None:
+    finished: list[nn.Linear] = []
+    first = small.build(2, torch.bfloat16, CPU, CPU, finished.append)
+    second = small.build(2, torch.bfloat16, CPU, CPU)
+
+    assert len(finished) == len(small.shape.layers) == len(set(finished))
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert {p.requires_grad for p in first.parameters()} == {True, False}
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    path = tmp_path / "rows.json"
+    status = command.main([*arguments, "--device", "cpu", "--steps", "2", "--rank", "2", "--json", str(path)])
+    return status, json.loads(path.read_text(encoding="utf-8"))
+
+
+def arguments_of(model: Model) -> list[str]:
+    return [model.name, "--depth", str(model.depth), "--width", str(model.width), "--weights", "float32"]
+
+
+def test_a_run_measures_and_verifies_each_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, rows = run(tmp_path, *arguments_of(SMALL["flux2"]), "--weights-budget", "0", "1GB", "--verify")
+
+    assert status == 0
+    resident, smallest, everything = rows
+    assert [row["engine"] for row in rows] == ["resident", "viking", "viking"]
+    assert smallest["identical"] is everything["identical"] is True
+    assert smallest["streamed"] > 0 == everything["streamed"]
+    assert smallest["fetched"] > 0 == everything["fetched"]
+    assert smallest["written"] == 0
+    assert resident["weight_bytes"] == smallest["weight_bytes"]
+    assert smallest["time_ratio"] == pytest.approx(smallest["step_s"] / smallest["floor_s"])
+    assert 1 <= smallest["bytes_ratio"] < 3
+    out = capsys.readouterr().out
+    assert "flux2 depth 1/24 width 96" in out
+    assert "peak host memory" in out
+
+
+def test_a_difference_from_the_resident_run_is_said_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("viking.bench.engines._same", lambda found, expected: False)
+
+    status, rows = run(tmp_path, *arguments_of(SMALL["flux2"]), "--weights-budget", "0", "--verify")
+
+    assert status == 1
+    assert rows[1]["identical"] is False
+    assert "NO" in capsys.readouterr().out
+
+
+def test_where_the_model_does_not_fit_the_floor_is_scaled_from_a_depth_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model("wan14b", Fraction(1, 10), 80)
+    half = Model("wan14b", Fraction(1, 20), 80).shape.parameters * 4
+    monkeypatch.setattr(memory, "device_free", lambda device: half + command.BESIDE_WEIGHTS + 1)
+
+    status, rows = run(tmp_path, *arguments_of(model), "--weights-budget", "0", "--verify")
+
+    assert status == 0
+    assert rows[0]["model"] == "wan14b depth 1/20 width 80"
+    assert "scaled" in rows[0]["note"]
+    assert rows[1]["weight_bytes"] == 2 * rows[0]["weight_bytes"]
+
+
+def test_all_quick_measures_a_few_blocks_of_each_model_with_room_for_a_quarter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def measure(model: Model, options: Any, steps: int, budgets: list[int]) -> list[Row]:
+        asked.append((model, steps, budgets))
+        return [Row(model.title, "viking")]
+
+    monkeypatch.setattr(command, "_measure", measure)
+    status, rows = run(tmp_path, "all", "--quick")
+
+    assert status == 0
+    assert [row["model"].split()[0] for row in rows] == models.names() == [model.name for model, *_ in asked]
+    for model, steps, budgets in asked:
+        assert model.depth < 1
+        assert steps == 3
+        assert budgets == [model.shape.parameters * 2 // 4]
+
+
+def test_overhead_compares_with_plain_torch() -> None:
+    found = overhead.measure(CPU, [], layers=3, passes=2)
+
+    assert [each.engine.split(",")[0] for each in found] == ["torch", "viking", "viking"]
+    for each in found:
+        assert each.each_us > 0
+        assert each.beyond_us == each.each_us - found[0].each_us
+        assert "us per linear" in str(each)
+
+
+def test_the_floor_is_the_longer_of_compute_and_travel_in_each_sweep() -> None:
+    floor = Floor(candidate_bytes=300, bandwidth=100.0, forward=0.5, backward=4.0, sample=0.4)
+    assert floor.step(100) == 2.0 + 4.0
+    assert floor.step(300) == 0.5 + 4.0
+    assert floor.sampling(100) == 2.0
+    assert floor.fetched_bytes(100) == 400
+
+
+def test_the_table_lines_up_and_leaves_out_what_was_not_measured() -> None:
+    lines = table(
+        [Row("m", "viking", vram=1 << 30, step_s=0.5, identical=True), Row("longer", "peer", note="no setting fits")]
+    )
+    assert lines.splitlines()[1].startswith("m       viking")
+    assert "500.0" in lines
+    assert "no setting fits" in lines
+    assert str(Row("m", "viking", step_s=0.5, link=5e9)) == "model=m  engine=viking  step=500.0ms  link=5.0GB/s"
+
+
+# ---- peers ----
+
+TOOLKIT = """
+    import torch
+
+    class MemoryManager:
+        @classmethod
+        def attach(cls, module, device, offload_percent=1.0, ignore_modules=[]):
+            if offload_percent < 0.9:
+                raise torch.OutOfMemoryError("too much")
+            module.seen = (offload_percent, len(ignore_modules))
+
+        @classmethod
+        def detach(cls, module):
+            del module.seen
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "peer" / "toolkit"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "memory_management.py").write_text(textwrap.dedent(TOOLKIT), encoding="utf-8")
+    for name in ("toolkit", "toolkit.memory_management"):
+        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+    return tmp_path / "peer"
+
+
+def test_a_peer_runs_with_the_first_setting_that_fits(tmp_path: Path, checkout: Path) -> None:
+    engine = f"ai-toolkit:{checkout}"
+    status, rows = run(tmp_path, *arguments_of(SMALL["flux2"]), "--vram", "1GB", "--engine", engine, "--verify")
+
+    assert status == 0
+    assert [row["engine"] for row in rows] == ["resident", "ai-toolkit"]
+    assert rows[1]["setting"] == "offload 90%"
+    assert rows[1]["identical"] is True
+    assert rows[1]["step_s"] > 0
+
+
+def test_without_a_cap_a_peer_offloads_everything(tmp_path: Path, checkout: Path) -> None:
+    _, rows = run(tmp_path, *arguments_of(SMALL["flux2"]), "--engine", f"ai-toolkit:{checkout}")
+    assert rows[1]["setting"] == "offload 100%"
+
+
+def test_what_shares_a_ring_has_one_class() -> None:
+    model = SMALL["flux2"].build(1, torch.float32, CPU, CPU)
+    runs = peers._runs(model.blocks)
+    assert [kind for kind, _ in runs] == ["DoubleBlock", "SingleBlock"]
+    assert sum(len(run) for _, run in runs) == len(model.blocks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["flux2", "--engine", "kohya:there"], "'kohya' is unknown; there are viking, resident, ai-toolkit:PATH"),
+        (["flux2", "--engine", "musubi"], "'musubi' is unknown"),
+        (["flux2", "--engine", "musubi:nowhere"], "nowhere/src is no checkout that can be used"),
+        (["flux2", "--width", "97"], "multiple of 96, not 97"),
+        (["flux2", "--depth", "0"], "--depth: 0 is not above 0"),
+        (["flux2", "--steps", "0"], "at least 1"),
+        (["flux2", "--weights-budget", "lots"], "--weights-budget: 'lots'"),
+        (["flux2", "--width", "96", "--depth", "1/48", "--weights-budget", "3"], "too small"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_sentence(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [] if "--width" in arguments else ["--width", "96"]
+    assert command.main([*arguments, *small, "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.startswith("viking.bench: ")
+    assert error.count("\n") == 1
