@@ -11,6 +11,7 @@
 
 #include "../base/parallel.h"
 #include "convert_kernels.h"
+#include "half.h"
 
 #if VIKING_CONVERT_X86
 #include <cpuid.h>
@@ -22,41 +23,16 @@
 /* A quarter of a megabyte of fp32: threads are not worth starting for less. */
 #define GRAIN_ELEMENTS ((size_t)1 << 16)
 
-static uint16_t round_fp32(uint32_t bits)
-{
-    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
 void viking_convert_scalar_fp32(uint16_t *destination, const void *source, size_t count)
 {
     const unsigned char *bytes = source;
     for (size_t i = 0; i < count; i++) {
         uint32_t bits;
         memcpy(&bits, bytes + 4 * i, sizeof bits);
-        uint16_t result = (bits & 0x7fffffffu) > 0x7f800000u ? (uint16_t)FP32_NAN_RESULT : round_fp32(bits);
+        uint16_t result =
+            (bits & 0x7fffffffu) > 0x7f800000u ? (uint16_t)FP32_NAN_RESULT : viking_half_round_to_bf16(bits);
         memcpy(destination + i, &result, sizeof result);
     }
-}
-
-/* The fp32 of the same value; exact, because fp32 holds every fp16. NaN aside. */
-static uint32_t widen_fp16(uint16_t half)
-{
-    uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
-    uint32_t exponent = (half >> 10) & 0x1fu;
-    uint32_t mantissa = half & 0x3ffu;
-    if (exponent == 0x1f)
-        return sign | 0x7f800000u;
-    if (exponent == 0) {
-        if (mantissa == 0)
-            return sign;
-        exponent = 1;
-        while (!(mantissa & 0x400u)) { /* subnormal: shift the leading one into its place */
-            mantissa <<= 1;
-            exponent--;
-        }
-        mantissa &= 0x3ffu;
-    }
-    return sign | (exponent + 112u) << 23 | mantissa << 13; /* the biases are 127 and 15 */
 }
 
 void viking_convert_scalar_fp16(uint16_t *destination, const void *source, size_t count)
@@ -65,7 +41,8 @@ void viking_convert_scalar_fp16(uint16_t *destination, const void *source, size_
     for (size_t i = 0; i < count; i++) {
         uint16_t half;
         memcpy(&half, bytes + 2 * i, sizeof half);
-        uint16_t result = (half & 0x7fffu) > 0x7c00u ? (uint16_t)FP16_NAN_RESULT : round_fp32(widen_fp16(half));
+        uint16_t result = (half & 0x7fffu) > 0x7c00u ? (uint16_t)FP16_NAN_RESULT
+                                                     : viking_half_round_to_bf16(viking_half_widen_fp16(half));
         memcpy(destination + i, &result, sizeof result);
     }
 }

@@ -2,6 +2,7 @@
 #include "bf16.h"
 #include "home.h"
 #include "planning.h"
+#include "quantize.h"
 #include "round.h"
 #include "state.h"
 #include "survey.h"
@@ -83,6 +84,12 @@ PyDoc_STRVAR(plan_doc,
 PyDoc_STRVAR(round_to_bf16_doc,
              "round_to_bf16(destination, source, offset, inner)\n--\n\nRound fp32 stochastically to bf16 "
              "with random bits that depend on the key (offset, inner) and the index alone.");
+PyDoc_STRVAR(encode_8bit_doc,
+             "encode_8bit(source, format, codes, scales) -> float\n--\n\nQuantise a matrix to \"float8_e4m3fn\", "
+             "\"float8_e5m2\" or \"int8\" with a scale for each row (None: without); the relative error.");
+PyDoc_STRVAR(decode_8bit_doc, "decode_8bit(codes, scales, format, destination)\n--\n\nThe matrix that the codes "
+                              "stand for, rounded once to the destination's type.");
+PyDoc_STRVAR(row_with_nan_doc, "row_with_nan(source) -> int | None\n--\n\nThe first row of a matrix that holds a NaN.");
 PyDoc_STRVAR(survey_doc,
              "survey(runtime=None) -> dict\n--\n\nWhat the engine finds on this machine. See viking.doctor.");
 PyDoc_STRVAR(tensor_view_doc, "tensor_view(tensor, access=\"auto\") -> dict\n--\n\nWhere a tensor's bytes are and what "
@@ -99,6 +106,9 @@ static PyMethodDef module_methods[] = {
     {"force_to_bf16", viking_py_force_to_bf16, METH_O, force_to_bf16_doc},
     {"plan", (PyCFunction)(void (*)(void))viking_py_plan, METH_VARARGS | METH_KEYWORDS, plan_doc},
     {"round_to_bf16", viking_py_round_to_bf16, METH_VARARGS, round_to_bf16_doc},
+    {"encode_8bit", viking_py_encode_8bit, METH_VARARGS, encode_8bit_doc},
+    {"decode_8bit", viking_py_decode_8bit, METH_VARARGS, decode_8bit_doc},
+    {"row_with_nan", viking_py_row_with_nan, METH_O, row_with_nan_doc},
     {"survey", viking_py_survey, METH_VARARGS, survey_doc},
     {"tensor_view", (PyCFunction)(void (*)(void))viking_py_tensor_view, METH_VARARGS | METH_KEYWORDS, tensor_view_doc},
     {"current_stream", viking_py_current_stream, METH_VARARGS, current_stream_doc},

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from viking.nn.precision import force_to_bf16
     from viking.nn.report import Stats, WeightStats, stats
     from viking.optim.rounding import stochastic_rounding
+    from viking.quant.quantizing import QuantizationReport, quantize_
 
 _HOMES = {
     "attach": "viking.nn.attaching",
@@ -36,22 +37,26 @@ _HOMES = {
     "refresh": "viking.nn.attaching",
     "MemoryManager": "viking.nn.managing",
     "force_to_bf16": "viking.nn.precision",
+    "quantize_": "viking.quant.quantizing",
     "stats": "viking.nn.report",
     "stochastic_rounding": "viking.optim.rounding",
     "Stats": "viking.nn.report",
     "WeightStats": "viking.nn.report",
+    "QuantizationReport": "viking.quant.quantizing",
     "LinearLayerMemoryManager": "viking._engine",
 }
 
 __all__ = [
     "LinearLayerMemoryManager",
     "MemoryManager",
+    "QuantizationReport",
     "Stats",
     "WeightStats",
     "attach",
     "detach",
     "editing",
     "force_to_bf16",
+    "quantize_",
     "refresh",
     "stats",
     "stochastic_rounding",

@@ -9,6 +9,7 @@ from torch import nn
 
 from viking.nn import forwards
 from viking.nn.storage import is_dense, span_bytes, tensors_of
+from viking.quant.weight import QuantizedWeight
 
 #: Smaller weights become ordinary tensors on the device: a copy of less than this cannot use the link.
 SMALLEST_BYTES = {"cuda": 256 << 10, "cpu": 4 << 10}
@@ -70,6 +71,8 @@ def _why_not(module: nn.Linear, ignored: set[int], device: torch.device | None) 
     if any(id(t) in ignored for t in tensors):
         return "a parameter of it is ignored"
     for tensor in tensors:
+        if isinstance(tensor, QuantizedWeight):
+            return "it is quantised"
         if type(tensor) is not nn.Parameter or type(tensor.data) is not torch.Tensor:
             return f"its weight is a {type(tensor.data).__name__}, which has no plain memory"
         if tensor.layout != torch.strided:

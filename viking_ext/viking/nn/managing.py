@@ -23,6 +23,7 @@ from viking.nn.device import DeviceEngine
 from viking.nn.eligible import Verdict, judge
 from viking.nn.progress import Progress
 from viking.nn.storage import Weight, group
+from viking.quant.linear import Linear as QuantizedLinear
 
 Ignored = Iterable[nn.Module | torch.Tensor]
 
@@ -180,7 +181,7 @@ class MemoryManager:
             away = [t for t in own if t is not None and t.device != device and id(t) not in self.ignored]
             if away:
                 self.moved.append((module, away[0].device))
-                nn.Module._apply(module, move, recurse=False)
+                _apply_of(module)(module, move, recurse=False)
 
     def _install(self, verdicts: list[Verdict]) -> None:
         for verdict in verdicts:
@@ -340,7 +341,8 @@ class MemoryManager:
             self._hook = None
         self.module.__dict__.pop("_memory_manager", None)
         for module, origin in reversed(self.moved):
-            nn.Module._apply(module, lambda t, to=origin: t if id(t) in self.ignored else t.to(to), recurse=False)
+            apply = _apply_of(module)
+            apply(module, lambda t, to=origin: t if id(t) in self.ignored else t.to(to), recurse=False)
         self.moved.clear()
         latecomers.look_again()  # another manager that covers these modules as well takes them over
         self.device.leave(self)
@@ -349,6 +351,11 @@ class MemoryManager:
                 if segment.device.type != "cpu":
                     weight.send_back(_tensor_over(home), segment, segment.device)
         self.travelled.clear()
+
+
+def _apply_of(module: nn.Module) -> Any:
+    """torch's own `_apply`, which overrides of foreign modules do not see; an 8-bit Linear needs its own."""
+    return QuantizedLinear._apply if isinstance(module, QuantizedLinear) else nn.Module._apply
 
 
 def _tensor_over(home: Home) -> torch.Tensor:
