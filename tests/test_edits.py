@@ -231,22 +231,6 @@ def test_one_tied_weight_gets_the_gradients_of_both_its_uses() -> None:
     assert_same(*outcomes)
 
 
-def test_a_weight_that_cannot_be_streamed_is_refused_at_its_use() -> None:
-    model = attach(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False))
-    good = model[1].weight
-    x = inputs(0)
-    expected = model(x)
-    model[1].weight = nn.Parameter(good.detach().double(), requires_grad=False)
-
-    with pytest.raises(RuntimeError, match=r"cannot be streamed \(its dtype is torch.float64\): call viking\.detach"):
-        model(x)
-
-    model[1].weight = good
-    assert torch.equal(model(x), expected)
-    viking.detach(model)
-    assert torch.equal(model(x), expected)
-
-
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize(("owner", "name"), [(managing, "Home"), (managing, "_tensor_over"),
                                              (DeviceEngine, "relayout"), (DeviceEngine, "pin")])  # fmt: skip

@@ -27,6 +27,7 @@ typedef struct linear_object {
     PyObject *engine; /* Engine; NULL: detached */
     PyObject *home;
     PyObject *parameters; /* module._parameters */
+    PyObject *kind; /* of the module when it was bound: its forward is the one that we stand for */
     member members[MEMBERS];
     PyObject *views; /* (weight, bias) over the span; NULL: to be made */
     void *views_address;
@@ -70,12 +71,15 @@ static int load_python_side(viking_state *state)
         return -1;
     state->linear_views = PyObject_GetAttrString(module, "make_views");
     state->linear_repair = PyObject_GetAttrString(module, "repair");
+    state->linear_replaced = PyObject_GetAttrString(module, "replaced");
     PyObject *apply = PyObject_GetAttrString(module, "apply");
     Py_DECREF(module);
-    if (apply == NULL || state->linear_views == NULL || state->linear_repair == NULL) {
+    if (apply == NULL || state->linear_views == NULL || state->linear_repair == NULL ||
+        state->linear_replaced == NULL) {
         Py_XDECREF(apply);
         Py_CLEAR(state->linear_views);
         Py_CLEAR(state->linear_repair);
+        Py_CLEAR(state->linear_replaced);
         return -1;
     }
     state->linear_apply = apply;
@@ -120,7 +124,7 @@ static int look_for_edits(linear_object *self)
         if (at_home == 0) {
             PyObject *done = PyObject_CallFunctionObjArgs(viking_state_of((PyObject *)self)->linear_repair, self, NULL);
             Py_XDECREF(done);
-            return done == NULL ? -1 : 0;
+            return done == NULL || detached(self) ? -1 : 0; /* detached: what replaced it cannot be streamed */
         }
     }
     for (int which = WEIGHT; which < MEMBERS; which++) {
@@ -180,6 +184,8 @@ static PyObject *linear_bind(PyObject *object, PyObject *args)
         Py_XDECREF(self->members[which].parameter);
         self->members[which] = fresh;
     }
+    Py_XDECREF(self->kind);
+    self->kind = Py_NewRef((PyObject *)Py_TYPE(self->module));
     Py_XDECREF(self->home);
     self->home = Py_NewRef(home);
     self->weight = (uint32_t)weight;
@@ -315,7 +321,27 @@ static int wants_gradient(PyObject *self, PyObject *parameter)
     return wants;
 }
 
-/* What the module would do without us, for a detached manager that somebody still calls. */
+/* The module's weight and bias, with a flag for each: does it take part in the graph? 1: they are those that were bound
+ * and so is the module's class; 0: not; -1: exception. */
+static int given_tensors(linear_object *self, PyObject **out)
+{
+    int as_bound = (PyObject *)Py_TYPE(self->module) == self->kind;
+    for (int which = WEIGHT; which < MEMBERS; which++) {
+        out[which] = PyDict_GetItemWithError(self->parameters, member_name((PyObject *)self, which));
+        if (out[which] == NULL && PyErr_Occurred())
+            return -1;
+        if (out[which] != self->members[which].parameter)
+            as_bound = 0;
+        int wants = out[which] == NULL ? 0 : wants_gradient((PyObject *)self, out[which]);
+        if (wants < 0)
+            return -1;
+        if (wants == 0)
+            out[which] = Py_None;
+    }
+    return as_bound;
+}
+
+/* What the module does without us: the manager was detached, or its tensors cannot be streamed any more. */
 static PyObject *own_forward(linear_object *self, PyObject *input)
 {
     return PyObject_CallMethod((PyObject *)Py_TYPE(self->module), "forward", "OO", self->module, input);
@@ -340,17 +366,25 @@ static PyObject *linear_forward(PyObject *object, PyObject *args, PyObject *kwar
     if (load_python_side(state) < 0)
         return NULL;
     PyObject *given[MEMBERS];
-    for (int which = WEIGHT; which < MEMBERS; which++) {
-        given[which] = PyDict_GetItemWithError(self->parameters, member_name(object, which));
-        if (given[which] == NULL && PyErr_Occurred())
-            return NULL;
-        int wants = given[which] == NULL ? 0 : wants_gradient(object, given[which]);
-        if (wants < 0)
-            return NULL;
-        if (wants == 0)
-            given[which] = Py_None;
+    int as_bound = given_tensors(self, given);
+    if (as_bound == 0 && self->home != NULL) {
+        PyObject *result = PyObject_CallFunctionObjArgs(state->linear_replaced, object, input, NULL);
+        if (result != Py_NotImplemented)
+            return result;
+        Py_DECREF(result);
+        if (self->engine == NULL)
+            return own_forward(self, input);
+        as_bound = given_tensors(self, given);
     }
-    return PyObject_CallFunctionObjArgs(state->linear_apply, input, object, given[WEIGHT], given[BIAS], NULL);
+    if (as_bound < 0)
+        return NULL;
+    PyObject *result =
+        PyObject_CallFunctionObjArgs(state->linear_apply, input, object, given[WEIGHT], given[BIAS], NULL);
+    if (result == NULL && self->engine == NULL && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        PyErr_Clear(); /* its use found other data under its Parameters */
+        return own_forward(self, input);
+    }
+    return result;
 }
 
 /* ---- attach and detach ---- */
@@ -393,6 +427,16 @@ static PyObject *linear_unbind(PyObject *object, PyObject *unused)
     Py_CLEAR(self->views);
     Py_CLEAR(self->home);
     Py_CLEAR(self->engine);
+    return Py_NewRef(Py_None);
+}
+
+PyDoc_STRVAR(forget_home_doc, "forget_home()\n--\n\nIts tensors are not at home any more: the next use has them "
+                              "brought there. For viking.nn.");
+
+static PyObject *linear_forget_home(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    ((linear_object *)object)->members[WEIGHT].address = NULL;
     return Py_NewRef(Py_None);
 }
 
@@ -550,6 +594,7 @@ static int linear_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->engine);
     Py_VISIT(self->home);
     Py_VISIT(self->parameters);
+    Py_VISIT(self->kind);
     Py_VISIT(self->views);
     for (int which = WEIGHT; which < MEMBERS; which++)
         Py_VISIT(self->members[which].parameter);
@@ -565,6 +610,7 @@ static int linear_clear(PyObject *object)
     Py_CLEAR(self->manager);
     Py_CLEAR(self->module);
     Py_CLEAR(self->parameters);
+    Py_CLEAR(self->kind);
     for (int which = WEIGHT; which < MEMBERS; which++)
         Py_CLEAR(self->members[which].parameter);
     return 0;
@@ -589,6 +635,7 @@ static PyMethodDef linear_methods[] = {
     {"detach", linear_detach, METH_NOARGS, detach_doc},
     {"bind", linear_bind, METH_VARARGS, bind_doc},
     {"unbind", linear_unbind, METH_NOARGS, unbind_doc},
+    {"forget_home", linear_forget_home, METH_NOARGS, forget_home_doc},
     {"forget_views", linear_forget_views, METH_NOARGS, forget_views_doc},
     {"__reduce__", linear_reduce, METH_NOARGS, reduce_doc},
     {"__deepcopy__", linear_reduce, METH_O, reduce_doc},

@@ -13,6 +13,7 @@ typedef struct viking_state {
     PyObject *linear_apply;
     PyObject *linear_views;
     PyObject *linear_repair;
+    PyObject *linear_replaced;
     /* Interned attribute names of the hot path. */
     PyObject *name_version;
     PyObject *name_requires_grad;

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from viking.nn import forwards
-from viking.nn.storage import is_dense, span_bytes, tensors_of
+from viking.nn.storage import is_dense, overlap, span_bytes, spans_of, tensors_of
 from viking.quant.weight import QuantizedWeight
 
 #: Smaller weights become ordinary tensors on the device: a copy of less than this cannot use the link.
@@ -31,7 +32,7 @@ def judge(root: nn.Module, ignored: set[int], device: torch.device, whole: bool 
     """A verdict on each Linear of `root` that is not managed yet, in the order of its modules.
 
     `whole`: judge a model that is about to be attached; else `root` is the one Linear in question, however small, and
-    managed or not. ValueError for tensors that have no data.
+    managed or not.
     """
     verdicts = []
     direct: set[int] = set()  # Linears whose parent reads their weights
@@ -40,7 +41,6 @@ def judge(root: nn.Module, ignored: set[int], device: torch.device, whole: bool 
             direct.update(id(child) for child in module.children())
         if id(module) in ignored:
             continue
-        _refuse_missing_data(name, module, ignored)
         if not isinstance(module, nn.Linear) or (whole and "_layer_memory_manager" in module.__dict__):
             continue
         reason = _why_not(module, ignored, device if whole else None)
@@ -52,6 +52,20 @@ def judge(root: nn.Module, ignored: set[int], device: torch.device, whole: bool 
     return verdicts
 
 
+def judge_again(root: nn.Module, modules: Sequence[nn.Module], ignored: set[int]) -> list[Verdict]:
+    """A verdict on each of these managed Linears of `root`, whose tensors are other ones now, however small."""
+    verdicts = [Verdict("", module, _why_not(module, ignored, None)) for module in modules]
+    _keep_ties_together(root, verdicts, ignored)
+    return verdicts
+
+
+def refuse_missing_data(root: nn.Module, ignored: set[int]) -> None:
+    """ValueError that names the first tensor on the meta device."""
+    for name, module in root.named_modules():
+        if id(module) not in ignored:
+            _refuse_missing_data(name, module, ignored)
+
+
 def _refuse_missing_data(name: str, module: nn.Module, ignored: set[int]) -> None:
     for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None and tensor.is_meta and id(tensor) not in ignored:
@@ -61,11 +75,13 @@ def _refuse_missing_data(name: str, module: nn.Module, ignored: set[int]) -> Non
             )
 
 
-def _why_not(module: nn.Linear, ignored: set[int], device: torch.device | None) -> str:
+def _why_not(module: nn.Module, ignored: set[int], device: torch.device | None) -> str:
     tensors = tensors_of(module)
     weight = module._parameters.get("weight")
     if weight is None:
         return "it has no weight parameter of its own (parametrized?)"
+    if "bias" not in module._parameters:
+        return "it has no bias parameter of its own (parametrized?)"
     if type(module).forward is not nn.Linear.forward:
         return f"{type(module).__name__} has a forward of its own"
     if any(id(t) in ignored for t in tensors):
@@ -77,6 +93,8 @@ def _why_not(module: nn.Linear, ignored: set[int], device: torch.device | None) 
             return f"its weight is a {type(tensor.data).__name__}, which has no plain memory"
         if tensor.layout != torch.strided:
             return "its weight is sparse"
+        if tensor.is_meta:
+            return "it is on the meta device and has no data"
         if tensor.is_inference():
             return "it was made in inference mode"
         if tensor.dtype not in DTYPES:
@@ -99,26 +117,18 @@ def _why_not(module: nn.Linear, ignored: set[int], device: torch.device | None) 
 
 def _keep_ties_together(root: nn.Module, verdicts: list[Verdict], ignored: set[int]) -> None:
     """A weight whose bytes something else uses too (a tied embedding) is not streamed, nor is what shares them."""
-    streamed = {id(v.module) for v in verdicts if not v.reason}
+    judged = {id(v.module): not v.reason for v in verdicts}
     others: list[tuple[int, int]] = []
     for module in root.modules():
-        if id(module) in streamed or "_layer_memory_manager" in module.__dict__:
+        if judged.get(id(module), "_layer_memory_manager" in module.__dict__):
             continue
-        for tensor in [*module._parameters.values(), *module._buffers.values()]:
-            if tensor is not None and type(tensor.data) is torch.Tensor and tensor.layout == torch.strided:
-                pointer = tensor.data_ptr()
-                others.append((pointer, pointer + span_bytes(tensor)))
+        others += spans_of(t for t in [*module._parameters.values(), *module._buffers.values()] if t is not None)
     others.sort()
     changed = True
     while changed:
         changed = False
         for verdict in verdicts:
-            if not verdict.reason and _shares(tensors_of(verdict.module), others):
+            if not verdict.reason and overlap(spans := spans_of(tensors_of(verdict.module)), others):
                 verdict.reason = "its memory is shared with a module that is not streamed"
-                others.extend((t.data_ptr(), t.data_ptr() + span_bytes(t)) for t in tensors_of(verdict.module))
+                others += spans
                 changed = True
-
-
-def _shares(tensors: list[nn.Parameter], others: list[tuple[int, int]]) -> bool:
-    spans = [(t.data_ptr(), t.data_ptr() + span_bytes(t)) for t in tensors]
-    return any(begin < end_b and begin_b < end for begin, end in spans for begin_b, end_b in others)

@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from viking.nn import forwards, refusals
 
 if TYPE_CHECKING:
     from viking._engine import LinearLayerMemoryManager
@@ -45,7 +46,7 @@ class StreamedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @refusals.once
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_x = grad_weight = grad_bias = None
         rows = grad_y.reshape(-1, grad_y.shape[-1])
@@ -59,8 +60,17 @@ class StreamedLinear(torch.autograd.Function):
             grad_bias = rows.sum(0).to(bias.device, bias.dtype)
         return grad_x, None, grad_weight, grad_bias
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(refusals.FORWARD_MODE)
 
-apply = StreamedLinear.apply
+
+def apply(
+    x: torch.Tensor, manager: LinearLayerMemoryManager, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The forward of a managed Linear."""
+    refusals.refuse_transforms()
+    return StreamedLinear.apply(x, manager, weight, bias)
 
 
 def _check_version(ctx: Any) -> None:
@@ -91,5 +101,27 @@ def make_views(manager: LinearLayerMemoryManager, address: int) -> tuple[torch.T
 
 
 def repair(manager: LinearLayerMemoryManager) -> None:
-    """The module's weight or bias is no longer the tensor that lives in the home: bring the new one home."""
+    """The module's weight or bias is no longer the tensor that lives in the home: bring the new one home.
+
+    What cannot be streamed is not managed any more after this.
+    """
+    if forwards.are_lent(manager.module):
+        raise RuntimeError(
+            "backward found a streamed Linear with tensors that torch.func.functional_call lends it: run backward "
+            "after that call"
+        )
     manager.manager.rehome(manager)
+
+
+def replaced(manager: LinearLayerMemoryManager, x: torch.Tensor) -> Any:
+    """The forward of a managed Linear that has other tensors or another class than it was bound with.
+
+    Tensors that are lent for one call are used as they are. NotImplemented: those that it has now were brought home, or
+    it is not managed any more.
+    """
+    if forwards.are_lent(manager.module):
+        weight, bias = (manager.module._parameters[name] for name in ("weight", "bias"))
+        assert weight is not None
+        return functional.linear(x, weight.to(x.device), None if bias is None else bias.to(x.device))
+    repair(manager)
+    return NotImplemented

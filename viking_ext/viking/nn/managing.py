@@ -9,6 +9,7 @@ included, undoes what was done.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -20,9 +21,10 @@ from viking._engine import Home, LinearLayerMemoryManager, trim
 from viking.nn import forwards, latecomers
 from viking.nn.budget import Budget
 from viking.nn.device import DeviceEngine
-from viking.nn.eligible import Verdict, judge
+from viking.nn.eligible import Verdict, judge, judge_again, refuse_missing_data
 from viking.nn.progress import Progress
-from viking.nn.storage import Weight, group
+from viking.nn.refusals import keep_out_of_compiled_code
+from viking.nn.storage import Weight, group, overlap, spans_of, tensors_of
 from viking.quant.linear import Linear as QuantizedLinear
 
 Ignored = Iterable[nn.Module | torch.Tensor]
@@ -78,7 +80,9 @@ class MemoryManager:
 
     def start(self, progress: Progress, budget: Budget, pin_limit: int | None) -> None:
         """Manage the whole module. On an exception everything is as before."""
+        keep_out_of_compiled_code()
         device = self.device
+        refuse_missing_data(self.module, self.ignored)
         before = (device.share, device.pinning.limit)
         device.share = dataclasses.replace(device.share)
         device.set_budget(budget)
@@ -113,14 +117,19 @@ class MemoryManager:
 
     def _adopt_late_comers(self) -> None:
         """Take in what was registered since the last look; an exception leaves it for the next one."""
-        before = set(self.weights)
         self.stale = False
         try:
-            self._adopt(lambda done, total, what: None)
+            self._bring_home(self._away())  # what was parametrized, say, before its new parameters are looked for
+            before = set(self.weights)
+            try:
+                self._adopt(lambda done, total, what: None)
+            except BaseException:
+                for number in set(self.weights) - before:
+                    self._release_weight(number)
+                raise
+            self._bring_home(self._away())  # what is tied to a module that has moved
         except BaseException:
             self.stale = True
-            for number in set(self.weights) - before:
-                self._release_weight(number)
             raise
 
     def _open_homes(self, modules: list[nn.Module]) -> list[int]:
@@ -129,16 +138,19 @@ class MemoryManager:
             home = Home(weight.nbytes)
             number = self.device.engine.add(home, weight.nbytes)
             numbers.append(number)
-            self.weights[number] = weight
-            self.homes[number] = home
-            self.device.numbers.add(number)
-            self.by_weight[number] = []
+            self._keep(number, weight, home)
             for module in weight.modules:
                 manager = LinearLayerMemoryManager(module, self, self.device.engine)
                 manager.bind(number, home, weight.nbytes)
                 self.linears[module] = manager
                 self.by_weight[number].append(manager)
         return numbers
+
+    def _keep(self, number: int, weight: Weight, home: Home) -> None:
+        self.weights[number] = weight
+        self.homes[number] = home
+        self.device.numbers.add(number)
+        self.by_weight[number] = []
 
     def _fill(self, numbers: list[int], progress: Progress) -> None:
         total = sum(self.weights[n].nbytes for n in numbers)
@@ -169,7 +181,7 @@ class MemoryManager:
         device = self.process_device
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in self.ignored or tensor.device == device:
+            if id(tensor) in self.ignored or tensor.device == device or tensor.is_meta:
                 return tensor
             self.moved_bytes += tensor.numel() * tensor.element_size()
             return tensor.to(device)
@@ -177,8 +189,8 @@ class MemoryManager:
         for module in self.module.modules():
             if module in self.linears or id(module) in self.ignored or hasattr(module, "_layer_memory_manager"):
                 continue
-            own = [*module._parameters.values(), *module._buffers.values()]
-            away = [t for t in own if t is not None and t.device != device and id(t) not in self.ignored]
+            own = [t for t in [*module._parameters.values(), *module._buffers.values()] if t is not None]
+            away = [t for t in own if t.device != device and not t.is_meta and id(t) not in self.ignored]
             if away:
                 self.moved.append((module, away[0].device))
                 _apply_of(module)(module, move, recurse=False)
@@ -220,77 +232,124 @@ class MemoryManager:
     def release_linear(self, manager: LinearLayerMemoryManager) -> None:
         """Stop managing one Linear, and those that share its bytes. It stays on the host."""
         with DeviceEngine.lock:
-            self._release_weight(self._number_of(manager))
+            self._release_linear(manager)
             self.device.relayout()
             self.device.pin()
+
+    def abandon(self, manager: LinearLayerMemoryManager) -> None:
+        """The module's tensors are about to lose their data: stop managing it; what shares them is judged again."""
+        with DeviceEngine.lock:
+            self._release_linear(manager)
+            self.stale = self.device.lost = True
+
+    def _release_linear(self, manager: LinearLayerMemoryManager) -> None:
+        number = self._number_of(manager)
+        if number is None:
+            self._let_go(manager)
+        else:
+            self._release_weight(number)
 
     def _release_weight(self, number: int) -> None:
         self.device.engine.remove(number)
         self.device.numbers.discard(number)
-        weight = self.weights.pop(number)
-        managers = self.by_weight.pop(number)
-        for module in weight.modules:
-            forwards.remove(module, self.linears.pop(module))
-        for manager in managers:
-            manager.unbind()
+        del self.weights[number]
+        for manager in self.by_weight.pop(number):
+            self._let_go(manager)
         self.homes.pop(number).retire()
+
+    def _let_go(self, manager: LinearLayerMemoryManager) -> None:
+        forwards.remove(manager.module, manager)
+        manager.unbind()
+        self.linears.pop(manager.module, None)
 
     # ---- edits ----
 
     def rehome(self, manager: LinearLayerMemoryManager) -> None:
-        """A parameter of a managed Linear was replaced, or its data was: bring the new bytes into a home."""
+        """A parameter of a managed Linear was replaced, or its data was: bring the new bytes into a home.
+
+        What cannot be streamed becomes an ordinary module on the device, and its reason is kept for the stats.
+        """
         with DeviceEngine.lock:
-            self._rehome(manager)
+            if self.linears.get(manager.module) is manager:
+                number = self._number_of(manager)
+                self._bring_home([manager.module] if number is None else self.weights[number].modules)
+
+    def _away(self) -> list[nn.Module]:
+        """Managed Linears whose tensors are other ones than those that were brought home, or elsewhere."""
+        at_home = {
+            module
+            for number, weight in self.weights.items()
+            if weight.lives_at(self.homes[number].address)
+            for module in weight.modules
+        }
+        return [module for module in self.linears if module not in at_home]
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _rehome(self, manager: LinearLayerMemoryManager) -> None:
-        old = self._number_of(manager)
-        modules = self.weights[old].modules
-        verdicts = [judge(m, self.ignored, self.process_device, whole=False)[0] for m in modules]
-        refused = next((v.reason for v in verdicts if v.reason), "")
-        if refused:
-            raise RuntimeError(
-                f"the weight of a streamed Linear was replaced by one that cannot be streamed ({refused}): "
-                "call viking.detach(model) before you replace it, and attach again"
-            )
+    def _bring_home(self, away: list[nn.Module]) -> None:
+        """Judge these Linears again and group them anew, together with the weights that they share bytes with now."""
+        if not away:
+            return
+        spans = spans_of(t for module in away for t in tensors_of(module))
+        together = {id(module) for module in away}
+        former = [
+            number
+            for number, weight in self.weights.items()
+            if any(id(m) in together for m in weight.modules)
+            or overlap(spans_of(t for m in weight.modules for t in tensors_of(m)), spans)
+        ]
+        modules = list(dict.fromkeys([*away, *(m for number in former for m in self.weights[number].modules)]))
+        verdicts = judge_again(self.module, modules, self.ignored)
         self.device.engine.drain_copies()
-        fresh = group(modules)
-        homes = self._homes_instead_of(old, [weight.nbytes for weight in fresh])
-        self.device.numbers.discard(old)
-        managers = self.by_weight.pop(old)
-        del self.weights[old], self.homes[old]
+        fresh = group([v.module for v in verdicts if not v.reason])
+        homes = self._homes_for([weight.nbytes for weight in fresh])
+        for number in former:
+            self._forget_weight(number)
         for weight, (number, home) in zip(fresh, homes, strict=True):
-            self.weights[number] = weight
-            self.homes[number] = home
-            self.device.numbers.add(number)
-            self.by_weight[number] = [m for m in managers if m.module in weight.modules]
+            self._keep(number, weight, home)
+            self.by_weight[number] += [self.linears[module] for module in weight.modules]
+        names = {module: name for name, module in self.module.named_modules()}
+        for verdict in verdicts:
+            if verdict.reason:
+                self._let_go(self.linears[verdict.module])
+                self.reasons[names.get(verdict.module, "")] = verdict.reason
         try:  # not bound before it is filled: where that fails, the next use finds them away from home and calls again
             self._fill([number for number, _ in homes], lambda done, total, what: None)
+            self._move_the_rest()
             self.device.relayout()
             self.device.pin()
         except BaseException:
             self.device.lost = True
             raise
 
-    def _number_of(self, manager: LinearLayerMemoryManager) -> int:
+    def _number_of(self, manager: LinearLayerMemoryManager) -> int | None:
         """Of its weight. `manager.weight` is a former one where a replaced weight was not brought home to the end."""
-        return next(number for number, together in self.by_weight.items() if manager in together)
+        return next((number for number, together in self.by_weight.items() if manager in together), None)
 
-    def _homes_instead_of(self, old: int, sizes: list[int]) -> list[tuple[int, Home]]:
-        """New weights of the engine, (number, home), in the place of an old one. Where that fails, it stays."""
+    def _homes_for(self, sizes: list[int]) -> list[tuple[int, Home]]:
+        """New weights of the engine, (number, home); all or none."""
         engine = self.device.engine
         made: list[tuple[int, Home]] = []
         try:
             for nbytes in sizes:
                 home = Home(nbytes)
                 made.append((engine.add(home, nbytes), home))
-            engine.remove(old)
         except BaseException:
             for number, _ in made:
                 engine.remove(number)
             raise
         return made
+
+    def _forget_weight(self, number: int) -> None:
+        """Its modules come under another one. The engine keeps a weight that another thread uses until the relayout."""
+        for manager in self.by_weight.pop(number):
+            manager.forget_home()
+        del self.weights[number]
+        home = self.homes.pop(number)
+        with contextlib.suppress(RuntimeError):
+            self.device.engine.remove(number)
+            self.device.numbers.discard(number)
+            home.retire()
 
     def refresh(self) -> None:
         """The host bytes of any weight may have changed: fetch them all again."""
@@ -301,7 +360,8 @@ class MemoryManager:
     # ---- a step ----
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if self.stale:
+        keep_out_of_compiled_code()
+        if self.stale and not forwards.is_lending():
             with DeviceEngine.lock:
                 self._adopt_late_comers()
         training = torch.is_grad_enabled()
@@ -335,6 +395,8 @@ class MemoryManager:
             self._release_weight(number)
             if any(segment.device.type != "cpu" for segment in weight.segments):
                 self.travelled.append((weight, home))
+        for manager in list(self.linears.values()):  # whose weight was lost between two homes
+            self._let_go(manager)
         latecomers.unwatch(self)
         if self._hook is not None:
             self._hook.remove()
@@ -342,7 +404,7 @@ class MemoryManager:
         self.module.__dict__.pop("_memory_manager", None)
         for module, origin in reversed(self.moved):
             apply = _apply_of(module)
-            apply(module, lambda t, to=origin: t if id(t) in self.ignored else t.to(to), recurse=False)
+            apply(module, lambda t, to=origin: t if id(t) in self.ignored or t.is_meta else t.to(to), recurse=False)
         self.moved.clear()
         latecomers.look_again()  # another manager that covers these modules as well takes them over
         self.device.leave(self)

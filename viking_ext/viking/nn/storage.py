@@ -80,6 +80,13 @@ class Weight:
         """Size in the home: each segment at a multiple of ALIGNMENT."""
         return self.segments[-1].offset + self.segments[-1].nbytes
 
+    def lives_at(self, address: int) -> bool:
+        """The tensors of its modules are those that it was made of, in the home at that address."""
+        tensors = [t for module in self.modules for t in tensors_of(module)]
+        return {id(t) for t in tensors} == self.places.keys() and all(
+            t.data_ptr() == address + self.places[id(t)].segment.offset + self.places[id(t)].offset for t in tensors
+        )
+
     def send_back(self, base: torch.Tensor, segment: Segment, device: torch.device) -> None:
         """Move a segment out of the home, whose bytes `base` holds, to `device`: one storage, as it was."""
         there: torch.Tensor | None = None
@@ -92,6 +99,16 @@ class Weight:
             if there is None:
                 there = base[segment.offset : segment.offset + segment.nbytes].to(device, copy=True)
             place.parameter.data = place.over(there, -segment.offset)
+
+
+def spans_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Address ranges [begin, end) of tensors that have memory."""
+    plain = (t for t in tensors if type(t.data) is torch.Tensor and t.layout == torch.strided and not t.is_meta)
+    return [(t.data_ptr(), t.data_ptr() + span_bytes(t)) for t in plain]
+
+
+def overlap(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> bool:
+    return any(begin < end_b and begin_b < end for begin, end in spans for begin_b, end_b in others)
 
 
 def _merge(tensors: Iterable[torch.Tensor]) -> list[Segment]:
