@@ -29,6 +29,7 @@ typedef struct linear_object {
     PyObject *parameters; /* module._parameters */
     PyObject *kind; /* of the module when it was bound: its forward is the one that we stand for */
     member members[MEMBERS];
+    member scale; /* the `scale` of an 8-bit weight, which is the same tensor for all its life; None without one */
     PyObject *views; /* (weight, bias) over the span; NULL: to be made */
     void *views_address;
     uint64_t views_layout;
@@ -98,58 +99,99 @@ static int version_of(PyObject *self, PyObject *parameter, long long *out)
     return *out == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
+/* 1: the tensor's bytes are those in the home; 0: other ones; -1: exception. */
+static int has_its_bytes(const member *tensor)
+{
+    if (tensor->parameter == Py_None)
+        return 1;
+    viking_tensor_view view;
+    if (viking_tensor_view_of(tensor->parameter, VIKING_TENSOR_AUTO, &view) < 0)
+        return -1;
+    return view.data == tensor->address;
+}
+
 /* 1: the module's tensor is the one that lives in the home; 0: it was replaced; -1: exception. */
 static int is_at_home(linear_object *self, int which)
 {
     PyObject *parameter = PyDict_GetItemWithError(self->parameters, member_name((PyObject *)self, which));
     if (parameter == NULL)
         return PyErr_Occurred() ? -1 : 0;
-    if (parameter != self->members[which].parameter)
+    return parameter == self->members[which].parameter ? has_its_bytes(&self->members[which]) : 0;
+}
+
+/* A write since the last use voids what is on the device. */
+static int look_for_write(linear_object *self, member *tensor)
+{
+    long long version = 0;
+    if (tensor->parameter == Py_None)
         return 0;
-    if (parameter == Py_None)
-        return 1;
-    viking_tensor_view view;
-    if (viking_tensor_view_of(parameter, VIKING_TENSOR_AUTO, &view) < 0)
+    if (version_of((PyObject *)self, tensor->parameter, &version) < 0)
         return -1;
-    return view.data == self->members[which].address;
+    if (version == tensor->version)
+        return 0;
+    viking_engine *engine = viking_py_engine_of(self->engine);
+    if (engine == NULL)
+        return -1;
+    viking_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = viking_engine_invalidate(engine, self->weight);
+    Py_END_ALLOW_THREADS
+    if (status != VIKING_OK) {
+        viking_py_raise(status);
+        return -1;
+    }
+    tensor->version = version;
+    return 0;
 }
 
 /* Edits since the last use void what is on the device; replaced tensors are moved into the home first. */
 static int look_for_edits(linear_object *self)
 {
-    for (int which = WEIGHT; which < MEMBERS; which++) {
-        int at_home = is_at_home(self, which);
-        if (at_home < 0)
-            return -1;
-        if (at_home == 0) {
-            PyObject *done = PyObject_CallFunctionObjArgs(viking_state_of((PyObject *)self)->linear_repair, self, NULL);
-            Py_XDECREF(done);
-            return done == NULL || detached(self) ? -1 : 0; /* detached: what replaced it cannot be streamed */
-        }
+    int at_home = 1;
+    for (int which = WEIGHT; which < MEMBERS && at_home == 1; which++)
+        at_home = is_at_home(self, which);
+    if (at_home == 1)
+        at_home = has_its_bytes(&self->scale);
+    if (at_home < 0)
+        return -1;
+    if (at_home == 0) {
+        PyObject *done = PyObject_CallFunctionObjArgs(viking_state_of((PyObject *)self)->linear_repair, self, NULL);
+        Py_XDECREF(done);
+        return done == NULL || detached(self) ? -1 : 0; /* detached: what replaced it cannot be streamed */
     }
-    for (int which = WEIGHT; which < MEMBERS; which++) {
-        member *tensor = &self->members[which];
-        long long version = 0;
-        if (tensor->parameter == Py_None)
-            continue;
-        if (version_of((PyObject *)self, tensor->parameter, &version) < 0)
+    for (int which = WEIGHT; which < MEMBERS; which++)
+        if (look_for_write(self, &self->members[which]) < 0)
             return -1;
-        if (version == tensor->version)
-            continue;
-        viking_engine *engine = viking_py_engine_of(self->engine);
-        if (engine == NULL)
+    return look_for_write(self, &self->scale);
+}
+
+/* A tensor as it is now (NULL: none). Returns 0, or -1 with an exception set. */
+static int remember(PyObject *self, PyObject *tensor, member *out)
+{
+    member fresh = {.parameter = tensor == NULL ? Py_None : tensor};
+    if (fresh.parameter != Py_None) {
+        viking_tensor_view view;
+        if (viking_tensor_view_of(tensor, VIKING_TENSOR_AUTO, &view) < 0 ||
+            version_of(self, tensor, &fresh.version) < 0)
             return -1;
-        viking_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = viking_engine_invalidate(engine, self->weight);
-        Py_END_ALLOW_THREADS
-        if (status != VIKING_OK) {
-            viking_py_raise(status);
-            return -1;
-        }
-        tensor->version = version;
+        fresh.address = view.data;
     }
+    PyObject *former = out->parameter;
+    Py_INCREF(fresh.parameter);
+    *out = fresh;
+    Py_XDECREF(former);
     return 0;
+}
+
+static int remember_scale(linear_object *self)
+{
+    PyObject *scale = PyObject_GetAttrString(self->members[WEIGHT].parameter, "scale");
+    if (scale == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return -1;
+    PyErr_Clear();
+    int done = remember((PyObject *)self, scale, &self->scale);
+    Py_XDECREF(scale);
+    return done;
 }
 
 PyDoc_STRVAR(
@@ -168,22 +210,11 @@ static PyObject *linear_bind(PyObject *object, PyObject *args)
         return NULL;
     for (int which = WEIGHT; which < MEMBERS; which++) {
         PyObject *parameter = PyDict_GetItemWithError(self->parameters, member_name(object, which));
-        member fresh = {0};
-        if (parameter == NULL && PyErr_Occurred())
+        if ((parameter == NULL && PyErr_Occurred()) || remember(object, parameter, &self->members[which]) < 0)
             return NULL;
-        fresh.parameter = Py_NewRef(parameter == NULL ? Py_None : parameter);
-        if (fresh.parameter != Py_None) {
-            viking_tensor_view view;
-            if (viking_tensor_view_of(parameter, VIKING_TENSOR_AUTO, &view) < 0 ||
-                version_of(object, parameter, &fresh.version) < 0) {
-                Py_DECREF(fresh.parameter);
-                return NULL;
-            }
-            fresh.address = view.data;
-        }
-        Py_XDECREF(self->members[which].parameter);
-        self->members[which] = fresh;
     }
+    if (remember_scale(self) < 0)
+        return NULL;
     Py_XDECREF(self->kind);
     self->kind = Py_NewRef((PyObject *)Py_TYPE(self->module));
     Py_XDECREF(self->home);
@@ -572,6 +603,7 @@ static PyObject *linear_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->manager = Py_NewRef(manager);
     for (int which = WEIGHT; which < MEMBERS; which++)
         self->members[which].parameter = Py_NewRef(Py_None);
+    self->scale.parameter = Py_NewRef(Py_None);
     self->parameters = PyObject_GetAttrString(module, "_parameters");
     if (self->parameters != NULL && !PyDict_Check(self->parameters))
         PyErr_SetString(PyExc_TypeError, "LinearLayerMemoryManager needs a torch.nn.Linear");
@@ -598,6 +630,7 @@ static int linear_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->views);
     for (int which = WEIGHT; which < MEMBERS; which++)
         Py_VISIT(self->members[which].parameter);
+    Py_VISIT(self->scale.parameter);
     return 0;
 }
 
@@ -613,6 +646,7 @@ static int linear_clear(PyObject *object)
     Py_CLEAR(self->kind);
     for (int which = WEIGHT; which < MEMBERS; which++)
         Py_CLEAR(self->members[which].parameter);
+    Py_CLEAR(self->scale.parameter);
     return 0;
 }
 

@@ -14,6 +14,8 @@ from viking.quant.weight import QuantizedWeight
 
 #: Smaller weights become ordinary tensors on the device: a copy of less than this cannot use the link.
 SMALLEST_BYTES = {"cuda": 256 << 10, "cpu": 4 << 10}
+#: Of tensors with memory of their own; the last is a scale's, which is a buffer.
+KINDS = (nn.Parameter, QuantizedWeight, torch.Tensor)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: These read the weights of their Linear children without calling them.
 READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -87,9 +89,7 @@ def _why_not(module: nn.Module, ignored: set[int], device: torch.device | None) 
     if any(id(t) in ignored for t in tensors):
         return "a parameter of it is ignored"
     for tensor in tensors:
-        if isinstance(tensor, QuantizedWeight):
-            return "it is quantised"
-        if type(tensor) is not nn.Parameter or type(tensor.data) is not torch.Tensor:
+        if type(tensor) not in KINDS or type(tensor.data) is not torch.Tensor:
             return f"its weight is a {type(tensor.data).__name__}, which has no plain memory"
         if tensor.layout != torch.strided:
             return "its weight is sparse"

@@ -20,6 +20,7 @@ from torch.nn.utils import stateless
 
 from viking._engine import LinearLayerMemoryManager
 from viking.nn import refusals
+from viking.quant.weight import QuantizedWeight
 
 _RESTORE = "_viking_restore"
 #: What of ours is in the __dict__ of a managed Linear, beside its forward.
@@ -171,10 +172,16 @@ class _Apply:
             child._apply(fn)
         with torch.inference_mode(False), torch.no_grad():
             for parameter, probe in probes.items():
-                if probe.dtype != parameter.dtype:
+                if probe.dtype == parameter.dtype:
+                    continue
+                if isinstance(parameter, QuantizedWeight):
+                    parameter.compute_in(probe.dtype)
+                    self.manager.forget_views()
+                else:
                     parameter.data = parameter.data.to(probe.dtype)
+            at_home = getattr(module._parameters["weight"], "scale", None)
             for name, buffer in module._buffers.items():
-                if buffer is not None:
+                if buffer is not None and buffer is not at_home:
                     module._buffers[name] = fn(buffer)
         return module
 

@@ -6,6 +6,7 @@ Backward is a use of its own. `x` is kept only where the weight wants a gradient
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from viking.nn import forwards, refusals
+from viking.quant.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from viking._engine import LinearLayerMemoryManager
@@ -33,7 +35,7 @@ class StreamedLinear(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        y = manager.use(partial(functional.linear, x))
+        y = with_weight(manager, partial(functional.linear, x))
         if any(ctx.needs_input_grad):
             ctx.manager = manager
             ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
@@ -52,7 +54,8 @@ class StreamedLinear(torch.autograd.Function):
         rows = grad_y.reshape(-1, grad_y.shape[-1])
         weight, bias = ctx.targets
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.manager.use(partial(_input_gradient, ctx, rows)).reshape(ctx.x_shape).to(ctx.x_dtype)
+            grad_x = with_weight(ctx.manager, partial(_input_gradient, ctx, rows))
+            grad_x = grad_x.reshape(ctx.x_shape).to(ctx.x_dtype)
         if weight is not None and ctx.needs_input_grad[2]:
             (x,) = ctx.saved_tensors
             grad_weight = rows.t().mm(x.reshape(-1, x.shape[-1]).to(grad_y.dtype)).to(weight.device, weight.dtype)
@@ -71,6 +74,17 @@ def apply(
     """The forward of a managed Linear."""
     refusals.refuse_transforms()
     return StreamedLinear.apply(x, manager, weight, bias)
+
+
+def with_weight(manager: LinearLayerMemoryManager, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """compute(weight, bias). The span of an 8-bit weight is free again as soon as its dequantising was queued."""
+    if isinstance(manager.module._parameters["weight"], QuantizedWeight):
+        return compute(*manager.use(_off_the_span))
+    return manager.use(compute)
+
+
+def _off_the_span(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return weight.dequantize(), None if bias is None else bias.clone()
 
 
 def _check_version(ctx: Any) -> None:

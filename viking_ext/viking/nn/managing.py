@@ -26,6 +26,7 @@ from viking.nn.progress import Progress
 from viking.nn.refusals import keep_out_of_compiled_code
 from viking.nn.storage import Weight, group, overlap, spans_of, tensors_of
 from viking.quant.linear import Linear as QuantizedLinear
+from viking.quant.weight import QuantizedWeight, codes_of
 
 Ignored = Iterable[nn.Module | torch.Tensor]
 
@@ -166,7 +167,7 @@ class MemoryManager:
                 for place in weight.places.values():
                     target = place.over(base, 0)
                     if place.segment.device.type != "cpu":
-                        target.copy_(place.parameter)
+                        target.copy_(codes_of(place.parameter))
                     place.parameter.data = target
             for manager in self.by_weight[number]:
                 manager.bind(number, home, weight.nbytes)
@@ -375,11 +376,18 @@ class MemoryManager:
         slab = self.device.slab
         assert slab is not None
         places = self.weights[manager.weight].places
-        bias = manager.module._parameters["bias"]
+        weight, bias = (manager.module._parameters[name] for name in ("weight", "bias"))
         offset = address - slab.data_ptr()
+
+        def view(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else places[id(tensor)].over(slab, offset)
+
         with torch.inference_mode(False), torch.no_grad():
-            weight_view = places[id(manager.module._parameters["weight"])].over(slab, offset)
-            return weight_view, None if bias is None else places[id(bias)].over(slab, offset)
+            weight_view = view(weight)
+            assert weight_view is not None
+            if isinstance(weight, QuantizedWeight):
+                weight_view = QuantizedWeight(weight_view, view(weight.scale), weight.dtype)
+            return weight_view, view(bias)
 
     # ---- detach ----
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from viking.quant.weight import QuantizedWeight, codes_of
+
 ALIGNMENT = 256
 
 
@@ -29,9 +31,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return span_bytes(tensor) == tensor.numel() * tensor.element_size()
 
 
-def tensors_of(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a Linear's forward uses: weight, and bias where there is one."""
-    return [p for p in (module._parameters.get("weight"), module._parameters.get("bias")) if p is not None]
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """What a Linear's forward uses: weight, the scale of an 8-bit weight, and bias, where there are such."""
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    scale = weight.scale if isinstance(weight, QuantizedWeight) else None
+    return [tensor for tensor in (weight, scale, bias) if tensor is not None]
 
 
 @dataclass
@@ -52,7 +56,7 @@ class Segment:
 class Place:
     """A parameter's place in its weight."""
 
-    parameter: nn.Parameter
+    parameter: torch.Tensor  # or the scale of one
     segment: Segment
     offset: int  # bytes from the segment's start
     dtype: torch.dtype
@@ -140,7 +144,7 @@ def _make_weight(modules: list[nn.Module]) -> Weight:
         offset += -(-segment.nbytes // ALIGNMENT) * ALIGNMENT
     for key, p in parameters.items():
         segment = _segment_of(p, weight.segments)
-        weight.places[key] = Place(p, segment, p.data_ptr() - segment.begin, p.dtype, p.shape, p.stride())
+        weight.places[key] = Place(p, segment, p.data_ptr() - segment.begin, codes_of(p).dtype, p.shape, p.stride())
     return weight
 
 

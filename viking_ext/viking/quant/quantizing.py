@@ -91,7 +91,7 @@ def quantize_(
 
     Raises:
         ValueError: an unknown format; a format that needs its scale without it; a weight on another device than the
-            CPU, or without data; a NaN where the format is int8 (the message names layer and row).
+            CPU; a NaN where the format is int8 (the message names layer and row).
         RuntimeError: the model is attached.
 
     The model is untouched after one of these.
@@ -140,6 +140,8 @@ def _choose(
 
 
 def _why_not(module: nn.Module) -> str:
+    if isinstance(module, Linear):
+        return "it is quantised"
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}"
     return "it is small" if module.weight.numel() < SMALLEST_ELEMENTS else ""
