@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,22 @@ def test_weights_that_were_scribbled_over_inside_editing_are_right_after_it() ->
                     p.data.copy_(saved[name])
 
     assert_same(train(model, trained, 3, before_step=scribble), train(*build(checkpointing="early stop"), 3))
+
+
+def test_editing_waits_for_the_copies_that_read_the_homes() -> None:
+    """Copies take 8 ms each, and the look-ahead has queued some when the step returns."""
+    DeviceEngine.make_engine = lambda device: _engine.Engine("host", bytes_per_second=2_000_000, seed=1)
+    model = attach(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6))).requires_grad_(False), 4 * 16384)
+    for step in range(3):
+        with torch.no_grad():
+            model(inputs(step))
+
+    with viking.editing(model):
+        slab = model._memory_manager.device.slab
+        before = slab.clone()
+        until = time.monotonic() + 0.1
+        while time.monotonic() < until:
+            assert torch.equal(slab, before), "a copy was under way"
 
 
 @pytest.mark.parametrize("checkpointing", ["off", "reentrant", "early stop"])
