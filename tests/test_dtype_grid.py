@@ -1,4 +1,4 @@
-"""Every dtype of input and weight, autocast, mode and shape: dtypes, strides and bits of nn.Linear, or its exception."""
+"""Every dtype of input and weight, autocast, mode and shape: what nn.Linear gives, bit for bit, or its exception."""
 
 from __future__ import annotations
 
