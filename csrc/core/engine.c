@@ -118,7 +118,9 @@ static bool between_slabs(const viking_engine *engine)
 
 static viking_status usable(const viking_engine *engine, uint32_t weight)
 {
-    viking_status status = viking_engine_known(engine, weight);
+    viking_status status = viking_engine_serves(engine);
+    if (status == VIKING_OK)
+        status = viking_engine_known(engine, weight);
     if (status != VIKING_OK)
         return status;
     if (between_slabs(engine))
@@ -279,9 +281,9 @@ viking_status viking_engine_wait_release(viking_engine *engine)
         return status;
     status = viking_slab_wait(&engine->slab, viking_thread_identity());
     uint64_t ended = engine->slab.ended;
-    while (status == VIKING_BUSY && engine->slab.ended == ended)
+    while (status == VIKING_BUSY && engine->slab.ended == ended && !engine->retired)
         viking_condition_wait(engine->released, engine->lock);
-    while (between_slabs(engine))
+    while (between_slabs(engine) && !engine->retired)
         viking_condition_wait(engine->released, engine->lock);
     if (status == VIKING_BUSY)
         status = VIKING_OK;

@@ -26,7 +26,10 @@ typedef struct viking_engine viking_engine;
 
 /* Takes over the backend, also on failure. */
 viking_status viking_engine_open(viking_backend *backend, viking_engine **out);
-/* Waits for its copies and for all work on the device that was given to it to read; closes the backend. Homes must
+/* From here on uses are refused with STATE, and so is who waits for a use to end or for a slab: a thread that closes the
+ * engine can wait for the calls of all others. */
+void viking_engine_retire(viking_engine *engine);
+/* No other call may be under way. Waits for its copies and for all work on the device that was given to it to read; closes the backend. Homes must
  * outlive it unless their weights were removed. NULL is allowed. */
 void viking_engine_close(viking_engine *engine);
 

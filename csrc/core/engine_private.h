@@ -62,6 +62,7 @@ struct viking_engine {
     uint64_t total_fetched;
     uint64_t stall_ns; /* of the last complete profile */
 
+    bool retired; /* it is about to be closed */
     atomic_bool may_block;
     atomic_int long_calls; /* under way, see viking_engine_announce */
 };
@@ -69,6 +70,9 @@ struct viking_engine {
 /* All public functions start with it: STATE in a forked child, else the lock is held. */
 viking_status viking_engine_enter(viking_engine *engine);
 void viking_engine_leave(viking_engine *engine);
+
+/* STATE once the engine is retired. The lock is held. */
+viking_status viking_engine_serves(const viking_engine *engine);
 
 /* STATE unless it is a weight. The lock is held. */
 viking_status viking_engine_known(const viking_engine *engine, uint32_t weight);

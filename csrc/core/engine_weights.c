@@ -25,6 +25,12 @@ void viking_engine_leave(viking_engine *engine)
     viking_mutex_unlock(engine->lock);
 }
 
+viking_status viking_engine_serves(const viking_engine *engine)
+{
+    return engine->retired ? viking_status_fail(VIKING_ERROR_STATE, "this engine is closed: its models were detached")
+                           : VIKING_OK;
+}
+
 viking_status viking_engine_known(const viking_engine *engine, uint32_t weight)
 {
     if (weight >= engine->count || engine->weights[weight].home == NULL)
@@ -66,6 +72,15 @@ fail:
     }
     backend->operations->close(backend);
     return status;
+}
+
+void viking_engine_retire(viking_engine *engine)
+{
+    if (viking_engine_enter(engine) != VIKING_OK)
+        return;
+    engine->retired = true;
+    viking_condition_broadcast(engine->released);
+    viking_engine_leave(engine);
 }
 
 void viking_engine_close(viking_engine *engine)
@@ -290,6 +305,9 @@ static viking_status await_uses(viking_engine *engine, const char *what)
 {
     uintptr_t thread = viking_thread_identity();
     while (engine->slab.lease_count > 0) {
+        viking_status status = viking_engine_serves(engine);
+        if (status != VIKING_OK)
+            return status;
         for (uint32_t i = 0; i < engine->slab.lease_count; i++)
             if (engine->slab.leases[i].thread == thread)
                 return viking_status_fail(VIKING_ERROR_STATE, "%u weights are in use: %s", engine->slab.lease_count,

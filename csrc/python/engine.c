@@ -9,6 +9,7 @@
 
 #include "../backend/cuda.h"
 #include "../backend/host.h"
+#include "../base/gate.h"
 #include "dlpack.h"
 #include "error.h"
 #include "home.h"
@@ -16,19 +17,41 @@
 #include "tensor.h"
 
 typedef struct engine_object {
-    PyObject_HEAD viking_engine *engine; /* NULL: closed */
+    PyObject_HEAD viking_engine *engine;
     viking_backend *backend; /* owned by the engine */
     PyObject *homes; /* dict: weight -> Home */
     PyObject *tensor_type; /* whose current stream counts; NULL on the host backend */
     int index;
+    viking_gate gate; /* every call into the core goes through it; closing waits for those without the GIL */
 } engine_object;
 
-viking_engine *viking_py_engine_of(PyObject *object)
+/* ---- calls ---- */
+
+static viking_status enter(engine_object *self)
 {
-    viking_engine *engine = ((engine_object *)object)->engine;
-    if (engine == NULL)
-        PyErr_SetString(PyExc_RuntimeError, "this engine is closed: its models were detached");
-    return engine;
+    return viking_gate_enter(&self->gate)
+               ? VIKING_OK
+               : viking_status_fail(VIKING_ERROR_STATE, "this engine is closed: its models were detached");
+}
+
+viking_status viking_py_call_begin(PyObject *object, int announced, viking_py_call *out)
+{
+    engine_object *self = (engine_object *)object;
+    viking_status status = enter(self);
+    if (status != VIKING_OK)
+        return status;
+    *out = (viking_py_call){.object = Py_NewRef(object), .engine = self->engine, .announced = announced};
+    viking_engine_announce(self->engine, announced);
+    out->thread = PyEval_SaveThread();
+    return VIKING_OK;
+}
+
+void viking_py_call_end(viking_py_call *call)
+{
+    PyEval_RestoreThread(call->thread);
+    viking_engine_announce(call->engine, -call->announced);
+    viking_gate_leave(&((engine_object *)call->object)->gate);
+    Py_DECREF(call->object);
 }
 
 int viking_py_engine_stream(PyObject *object, viking_stream *out)
@@ -42,33 +65,49 @@ int viking_py_engine_stream(PyObject *object, viking_stream *out)
     return 0;
 }
 
-viking_status viking_py_engine_acquire(viking_engine *engine, uint32_t weight, viking_stream stream,
-                                       viking_acquired *out)
+static viking_status acquire_patiently(PyObject *object, uint32_t weight, viking_stream stream, viking_acquired *out)
 {
-    viking_status status;
-    if (!viking_engine_may_block(engine)) {
-        status = viking_engine_acquire(engine, weight, stream, out);
-        if (status != VIKING_BUSY)
-            return status;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    while ((status = viking_engine_acquire(engine, weight, stream, out)) == VIKING_BUSY) {
-        status = viking_engine_wait_release(engine);
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 0, &call);
+    if (status != VIKING_OK)
+        return status;
+    while ((status = viking_engine_acquire(call.engine, weight, stream, out)) == VIKING_BUSY) {
+        status = viking_engine_wait_release(call.engine);
         if (status != VIKING_OK) /* threads wait for one another */
             break;
     }
-    Py_END_ALLOW_THREADS
+    viking_py_call_end(&call);
     return status;
 }
 
-viking_status viking_py_engine_release(viking_engine *engine, uint64_t ticket, viking_stream stream)
+viking_status viking_py_engine_acquire(PyObject *object, uint32_t weight, viking_stream stream, viking_acquired *out)
 {
-    viking_status status;
-    if (!viking_engine_may_block(engine))
-        return viking_engine_release(engine, ticket, stream);
-    Py_BEGIN_ALLOW_THREADS
-    status = viking_engine_release(engine, ticket, stream);
-    Py_END_ALLOW_THREADS
+    engine_object *self = (engine_object *)object;
+    viking_status status = enter(self);
+    if (status != VIKING_OK)
+        return status;
+    status = VIKING_BUSY;
+    if (!viking_engine_may_block(self->engine))
+        status = viking_engine_acquire(self->engine, weight, stream, out);
+    viking_gate_leave(&self->gate);
+    return status == VIKING_BUSY ? acquire_patiently(object, weight, stream, out) : status;
+}
+
+viking_status viking_py_engine_release(PyObject *object, uint64_t ticket, viking_stream stream)
+{
+    engine_object *self = (engine_object *)object;
+    viking_status status = enter(self);
+    if (status != VIKING_OK)
+        return status;
+    bool patient = viking_engine_may_block(self->engine);
+    if (!patient)
+        status = viking_engine_release(self->engine, ticket, stream);
+    viking_gate_leave(&self->gate);
+    viking_py_call call;
+    if (!patient || (status = viking_py_call_begin(object, 0, &call)) != VIKING_OK)
+        return status;
+    status = viking_engine_release(call.engine, ticket, stream);
+    viking_py_call_end(&call);
     return status;
 }
 
@@ -115,7 +154,9 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         goto fail;
     viking_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = open_backend(kind, index, runtime, &options, &self->backend);
+    status = viking_gate_open(&self->gate);
+    if (status == VIKING_OK)
+        status = open_backend(kind, index, runtime, &options, &self->backend);
     if (status == VIKING_OK)
         status = viking_engine_open(self->backend, &self->engine);
     Py_END_ALLOW_THREADS
@@ -129,13 +170,14 @@ fail:
 
 static void close_engine(engine_object *self)
 {
-    viking_engine *engine = self->engine;
-    self->engine = NULL;
+    if (!viking_gate_shut(&self->gate) || self->engine == NULL)
+        return;
     Py_BEGIN_ALLOW_THREADS
-    viking_engine_close(engine);
+    viking_engine_retire(self->engine);
+    viking_gate_await(&self->gate);
+    viking_engine_close(self->engine);
     Py_END_ALLOW_THREADS
-    if (self->homes != NULL)
-        PyDict_Clear(self->homes);
+    PyDict_Clear(self->homes);
 }
 
 static void engine_dealloc(PyObject *object)
@@ -146,6 +188,7 @@ static void engine_dealloc(PyObject *object)
     close_engine(self);
     Py_CLEAR(self->homes);
     Py_CLEAR(self->tensor_type);
+    viking_gate_close(&self->gate);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(object);
     Py_DECREF(type);
@@ -181,21 +224,23 @@ static PyObject *engine_add(PyObject *object, PyObject *args)
     unsigned long long nbytes = 0;
     if (!PyArg_ParseTuple(args, "O!K:add", viking_state_of(object)->home_type, &home, &nbytes))
         return NULL;
-    viking_engine *engine = viking_py_engine_of(object);
-    if (engine == NULL)
-        return NULL;
     uint32_t weight = 0;
-    viking_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = viking_engine_add(engine, viking_py_home_of(home), nbytes, &weight);
-    Py_END_ALLOW_THREADS
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 0, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_add(call.engine, viking_py_home_of(home), nbytes, &weight);
+        viking_py_call_end(&call);
+    }
     if (status != VIKING_OK)
         return viking_py_raise(status);
     PyObject *number = PyLong_FromUnsignedLong(weight);
     if (number != NULL && PyDict_SetItem(((engine_object *)object)->homes, number, home) == 0)
         return number;
     Py_XDECREF(number);
-    viking_engine_remove(engine, weight);
+    if (viking_py_call_begin(object, 1, &call) == VIKING_OK) {
+        viking_engine_remove(call.engine, weight);
+        viking_py_call_end(&call);
+    }
     return NULL;
 }
 
@@ -214,18 +259,17 @@ static int read_weight(PyObject *number, uint32_t *out)
 }
 
 /* A method that hands one weight to the core, which may wait. */
-static PyObject *for_weight(PyObject *object, PyObject *argument, viking_status (*call)(viking_engine *, uint32_t))
+static PyObject *for_weight(PyObject *object, PyObject *argument, viking_status (*function)(viking_engine *, uint32_t))
 {
     uint32_t weight = 0;
-    viking_engine *engine = read_weight(argument, &weight) < 0 ? NULL : viking_py_engine_of(object);
-    if (engine == NULL)
+    if (read_weight(argument, &weight) < 0)
         return NULL;
-    viking_status status;
-    viking_engine_announce(engine, 1);
-    Py_BEGIN_ALLOW_THREADS
-    status = call(engine, weight);
-    Py_END_ALLOW_THREADS
-    viking_engine_announce(engine, -1);
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 1, &call);
+    if (status == VIKING_OK) {
+        status = function(call.engine, weight);
+        viking_py_call_end(&call);
+    }
     return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
 }
 
@@ -264,17 +308,14 @@ static PyObject *engine_unpin(PyObject *object, PyObject *weight)
 }
 
 /* A method that takes nothing and gives nothing and may wait. */
-static PyObject *plain(PyObject *object, viking_status (*call)(viking_engine *))
+static PyObject *plain(PyObject *object, viking_status (*function)(viking_engine *))
 {
-    viking_engine *engine = viking_py_engine_of(object);
-    if (engine == NULL)
-        return NULL;
-    viking_status status;
-    viking_engine_announce(engine, 1);
-    Py_BEGIN_ALLOW_THREADS
-    status = call(engine);
-    Py_END_ALLOW_THREADS
-    viking_engine_announce(engine, -1);
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 1, &call);
+    if (status == VIKING_OK) {
+        status = function(call.engine);
+        viking_py_call_end(&call);
+    }
     return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
 }
 
@@ -297,16 +338,13 @@ static PyObject *engine_layout(PyObject *object, PyObject *argument)
     unsigned long long budget = PyLong_AsUnsignedLongLong(argument);
     if (PyErr_Occurred())
         return NULL;
-    viking_engine *engine = viking_py_engine_of(object);
-    if (engine == NULL)
-        return NULL;
     uint64_t slab = 0;
-    viking_status status;
-    viking_engine_announce(engine, 1);
-    Py_BEGIN_ALLOW_THREADS
-    status = viking_engine_layout(engine, budget, &slab);
-    Py_END_ALLOW_THREADS
-    viking_engine_announce(engine, -1);
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 1, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_layout(call.engine, budget, &slab);
+        viking_py_call_end(&call);
+    }
     return status == VIKING_OK ? PyLong_FromUnsignedLongLong(slab) : viking_py_raise(status);
 }
 
@@ -316,17 +354,14 @@ PyDoc_STRVAR(range_doc, "budget_range() -> (int, int)\n--\n\nThe smallest budget
 static PyObject *engine_budget_range(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    viking_engine *engine = viking_py_engine_of(object);
-    if (engine == NULL)
-        return NULL;
     uint64_t smallest = 0;
     uint64_t largest = 0;
-    viking_status status;
-    viking_engine_announce(engine, 1);
-    Py_BEGIN_ALLOW_THREADS
-    status = viking_engine_budget_range(engine, &smallest, &largest);
-    Py_END_ALLOW_THREADS
-    viking_engine_announce(engine, -1);
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 1, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_budget_range(call.engine, &smallest, &largest);
+        viking_py_call_end(&call);
+    }
     if (status != VIKING_OK)
         return viking_py_raise(status);
     return Py_BuildValue("KK", (unsigned long long)smallest, (unsigned long long)largest);
@@ -339,16 +374,15 @@ PyDoc_STRVAR(use_layout_doc, "use_layout(address)\n--\n\nPut the layout found la
 static PyObject *engine_use_layout(PyObject *object, PyObject *argument)
 {
     void *base = PyLong_AsVoidPtr(argument);
-    viking_engine *engine = PyErr_Occurred() ? NULL : viking_py_engine_of(object);
     viking_stream stream;
-    if (engine == NULL || viking_py_engine_stream(object, &stream) < 0)
+    if (PyErr_Occurred() || viking_py_engine_stream(object, &stream) < 0)
         return NULL;
-    viking_status status;
-    viking_engine_announce(engine, 1);
-    Py_BEGIN_ALLOW_THREADS
-    status = viking_engine_use_layout(engine, base, stream);
-    Py_END_ALLOW_THREADS
-    viking_engine_announce(engine, -1);
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 1, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_use_layout(call.engine, base, stream);
+        viking_py_call_end(&call);
+    }
     return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
 }
 
@@ -372,15 +406,16 @@ static PyObject *engine_pass_begin(PyObject *object, PyObject *args)
     int training = 0;
     if (!PyArg_ParseTuple(args, "Kp:pass_begin", &key, &training))
         return NULL;
-    viking_engine *engine = viking_py_engine_of(object);
     viking_stream stream;
-    if (engine == NULL || viking_py_engine_stream(object, &stream) < 0)
+    if (viking_py_engine_stream(object, &stream) < 0)
         return NULL;
     bool stale = false;
-    viking_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = viking_engine_pass_begin(engine, key, training != 0, stream, &stale);
-    Py_END_ALLOW_THREADS
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 0, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_pass_begin(call.engine, key, training != 0, stream, &stale);
+        viking_py_call_end(&call);
+    }
     return status == VIKING_OK ? PyBool_FromLong(stale) : viking_py_raise(status);
 }
 
@@ -391,12 +426,11 @@ PyDoc_STRVAR(acquire_doc,
 static PyObject *engine_acquire(PyObject *object, PyObject *argument)
 {
     uint32_t weight = 0;
-    viking_engine *engine = read_weight(argument, &weight) < 0 ? NULL : viking_py_engine_of(object);
     viking_stream stream;
-    if (engine == NULL || viking_py_engine_stream(object, &stream) < 0)
+    if (read_weight(argument, &weight) < 0 || viking_py_engine_stream(object, &stream) < 0)
         return NULL;
     viking_acquired acquired;
-    viking_status status = viking_py_engine_acquire(engine, weight, stream, &acquired);
+    viking_status status = viking_py_engine_acquire(object, weight, stream, &acquired);
     if (status != VIKING_OK)
         return viking_py_raise(status);
     return Py_BuildValue("KN", (unsigned long long)acquired.ticket, PyLong_FromVoidPtr(acquired.address));
@@ -407,11 +441,10 @@ PyDoc_STRVAR(release_doc, "release(ticket)\n--\n\nEnd a use; the work that neede
 static PyObject *engine_release(PyObject *object, PyObject *argument)
 {
     unsigned long long ticket = PyLong_AsUnsignedLongLong(argument);
-    viking_engine *engine = PyErr_Occurred() ? NULL : viking_py_engine_of(object);
     viking_stream stream;
-    if (engine == NULL || viking_py_engine_stream(object, &stream) < 0)
+    if (PyErr_Occurred() || viking_py_engine_stream(object, &stream) < 0)
         return NULL;
-    viking_status status = viking_py_engine_release(engine, ticket, stream);
+    viking_status status = viking_py_engine_release(object, ticket, stream);
     return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
 }
 
@@ -423,14 +456,13 @@ PyDoc_STRVAR(stats_doc,
 static PyObject *engine_stats(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    viking_engine *engine = viking_py_engine_of(object);
-    if (engine == NULL)
-        return NULL;
     viking_engine_stats s;
-    viking_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = viking_engine_stats_of(engine, &s);
-    Py_END_ALLOW_THREADS
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 0, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_stats_of(call.engine, &s);
+        viking_py_call_end(&call);
+    }
     if (status != VIKING_OK)
         return viking_py_raise(status);
     typedef unsigned long long number;
@@ -462,15 +494,14 @@ PyDoc_STRVAR(
 static PyObject *engine_profile(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    viking_engine *engine = viking_py_engine_of(object);
-    if (engine == NULL)
-        return NULL;
     viking_profile_span *spans = NULL;
     uint32_t count = 0;
-    viking_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = viking_engine_profile_read(engine, &spans, &count);
-    Py_END_ALLOW_THREADS
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 0, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_profile_read(call.engine, &spans, &count);
+        viking_py_call_end(&call);
+    }
     if (status != VIKING_OK)
         return viking_py_raise(status);
     PyObject *list = PyList_New(count);
@@ -492,14 +523,13 @@ PyDoc_STRVAR(last_trace_doc,
 static PyObject *engine_last_trace(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    viking_engine *engine = viking_py_engine_of(object);
-    if (engine == NULL)
-        return NULL;
     viking_trace trace;
-    viking_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = viking_engine_last_trace(engine, &trace);
-    Py_END_ALLOW_THREADS
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 0, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_last_trace(call.engine, &trace);
+        viking_py_call_end(&call);
+    }
     if (status != VIKING_OK)
         return viking_py_raise(status);
     PyObject *list = PyList_New(trace.count);
@@ -519,12 +549,14 @@ PyDoc_STRVAR(memory_doc, "memory() -> (free, total)\n--\n\nBytes of device memor
 static PyObject *engine_memory(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    if (viking_py_engine_of(object) == NULL)
-        return NULL;
-    viking_backend *backend = ((engine_object *)object)->backend;
+    engine_object *self = (engine_object *)object;
     size_t free_bytes = 0;
     size_t total_bytes = 0;
-    viking_status status = backend->operations->memory(backend, &free_bytes, &total_bytes);
+    viking_status status = enter(self);
+    if (status == VIKING_OK) {
+        status = self->backend->operations->memory(self->backend, &free_bytes, &total_bytes);
+        viking_gate_leave(&self->gate);
+    }
     return status == VIKING_OK ? Py_BuildValue("nn", (Py_ssize_t)free_bytes, (Py_ssize_t)total_bytes)
                                : viking_py_raise(status);
 }

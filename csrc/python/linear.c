@@ -129,13 +129,12 @@ static int look_for_write(linear_object *self, member *tensor)
         return -1;
     if (version == tensor->version)
         return 0;
-    viking_engine *engine = viking_py_engine_of(self->engine);
-    if (engine == NULL)
-        return -1;
-    viking_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = viking_engine_invalidate(engine, self->weight);
-    Py_END_ALLOW_THREADS
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(self->engine, 0, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_invalidate(call.engine, self->weight);
+        viking_py_call_end(&call);
+    }
     if (status != VIKING_OK) {
         viking_py_raise(status);
         return -1;
@@ -251,17 +250,16 @@ static PyObject *begin_use(linear_object *self, uint64_t *out_ticket)
     if (detached(self) || unbound(self) || load_python_side(viking_state_of((PyObject *)self)) < 0 ||
         look_for_edits(self) < 0)
         return NULL;
-    viking_engine *engine = viking_py_engine_of(self->engine);
-    if (engine == NULL || viking_py_engine_stream(self->engine, &stream) < 0)
+    if (viking_py_engine_stream(self->engine, &stream) < 0)
         return NULL;
     viking_acquired acquired;
-    viking_status status = viking_py_engine_acquire(engine, self->weight, stream, &acquired);
+    viking_status status = viking_py_engine_acquire(self->engine, self->weight, stream, &acquired);
     if (status != VIKING_OK)
         return viking_py_raise(status);
     bool valid =
         self->views != NULL && self->views_address == acquired.address && self->views_layout == acquired.layout;
     if (!valid && make_views(self, &acquired) < 0) {
-        viking_py_engine_release(engine, acquired.ticket, stream);
+        viking_py_engine_release(self->engine, acquired.ticket, stream);
         return NULL;
     }
     *out_ticket = acquired.ticket;
@@ -273,10 +271,9 @@ static int end_use(linear_object *self, uint64_t ticket)
     viking_stream stream;
     if (detached(self))
         return -1;
-    viking_engine *engine = viking_py_engine_of(self->engine);
-    if (engine == NULL || viking_py_engine_stream(self->engine, &stream) < 0)
+    if (viking_py_engine_stream(self->engine, &stream) < 0)
         return -1;
-    viking_status status = viking_py_engine_release(engine, ticket, stream);
+    viking_status status = viking_py_engine_release(self->engine, ticket, stream);
     if (status == VIKING_OK)
         return 0;
     viking_py_raise(status);
@@ -497,13 +494,12 @@ static int weight_stats(linear_object *self, viking_weight_stats *out)
 {
     if (detached(self) || unbound(self))
         return -1;
-    viking_engine *engine = viking_py_engine_of(self->engine);
-    if (engine == NULL)
-        return -1;
-    viking_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = viking_engine_weight_stats(engine, self->weight, out);
-    Py_END_ALLOW_THREADS
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(self->engine, 0, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_weight_stats(call.engine, self->weight, out);
+        viking_py_call_end(&call);
+    }
     if (status == VIKING_OK)
         return 0;
     viking_py_raise(status);

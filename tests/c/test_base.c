@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "base/gate.h"
 #include "base/os.h"
 #include "base/parallel.h"
 
@@ -214,6 +215,84 @@ static void parallel_copies_are_equal_and_stay_inside(void)
         }
 }
 
+/* ---- the gate ---- */
+
+typedef struct {
+    viking_gate gate;
+    atomic_int entered;
+    atomic_int refused;
+    int *behind; /* freed once the gate is shut and everybody has left */
+} house;
+
+static void visit_until_shut(void *opaque)
+{
+    house *house_ = opaque;
+    while (viking_gate_enter(&house_->gate)) {
+        CHECK(*house_->behind == 7);
+        atomic_fetch_add(&house_->entered, 1);
+        viking_gate_leave(&house_->gate);
+    }
+    atomic_fetch_add(&house_->refused, 1);
+}
+
+static void who_shuts_a_gate_may_free_what_is_behind_it(void)
+{
+    for (int round = 0; round < 50; round++) {
+        house house_ = {.behind = malloc(sizeof *house_.behind)};
+        viking_thread *visitors[3];
+        CHECK(house_.behind != NULL);
+        *house_.behind = 7;
+        CHECK_OK(viking_gate_open(&house_.gate));
+        for (int i = 0; i < 3; i++)
+            CHECK_OK(viking_thread_start(visit_until_shut, &house_, &visitors[i]));
+        while (atomic_load(&house_.entered) < 20)
+            viking_os_sleep_ns(1000);
+        CHECK(viking_gate_shut(&house_.gate));
+        CHECK(!viking_gate_shut(&house_.gate));
+        viking_gate_await(&house_.gate);
+        *house_.behind = 0;
+        free(house_.behind);
+        for (int i = 0; i < 3; i++)
+            viking_thread_join(visitors[i]);
+        CHECK(atomic_load(&house_.refused) == 3);
+        viking_gate_close(&house_.gate);
+    }
+}
+
+typedef struct {
+    viking_gate gate;
+    atomic_bool inside;
+    atomic_bool leaving;
+} room;
+
+static void stay_until_it_is_shut(void *opaque)
+{
+    room *room_ = opaque;
+    CHECK(viking_gate_enter(&room_->gate));
+    atomic_store(&room_->inside, true);
+    while (!atomic_load(&room_->gate.shut))
+        viking_os_sleep_ns(1000);
+    viking_os_sleep_ns(2000000);
+    atomic_store(&room_->leaving, true);
+    viking_gate_leave(&room_->gate);
+}
+
+static void shutting_a_gate_waits_for_who_is_inside(void)
+{
+    room room_ = {0};
+    viking_thread *guest = NULL;
+    CHECK_OK(viking_gate_open(&room_.gate));
+    CHECK_OK(viking_thread_start(stay_until_it_is_shut, &room_, &guest));
+    while (!atomic_load(&room_.inside))
+        viking_os_sleep_ns(1000);
+    CHECK(viking_gate_shut(&room_.gate));
+    viking_gate_await(&room_.gate);
+    CHECK(atomic_load(&room_.leaving));
+    CHECK(!viking_gate_enter(&room_.gate));
+    viking_thread_join(guest);
+    viking_gate_close(&room_.gate);
+}
+
 int main(void)
 {
     RUN(the_sentence_is_empty_before_the_first_failure);
@@ -228,5 +307,7 @@ int main(void)
     RUN(threads_take_turns_through_a_condition);
     RUN(ranges_cover_everything_exactly_once);
     RUN(parallel_copies_are_equal_and_stay_inside);
+    RUN(who_shuts_a_gate_may_free_what_is_behind_it);
+    RUN(shutting_a_gate_waits_for_who_is_inside);
     return 0;
 }
