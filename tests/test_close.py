@@ -34,6 +34,12 @@ def call_until_closed(call: Callable[[], object]) -> None:
         call()
 
 
+def close_once_waiting(engine: Engine, threads: int) -> None:
+    while engine.stats()["waiting"] < threads:
+        pass
+    engine.close()
+
+
 CALLS: dict[str, Callable[[Engine], object]] = {
     "stats": lambda engine: engine.stats(),
     "budget_range": lambda engine: engine.budget_range(),
@@ -75,54 +81,38 @@ def test_closing_waits_for_the_calls_of_other_threads(name: str) -> None:
 def test_who_waits_for_room_is_woken_and_told() -> None:
     engine, weights, slab = make()
     held = [engine.acquire(w)[0] for w in weights[:2]]
-    waiting = threading.Event()
 
     def wait_for_room() -> None:
-        waiting.set()
         with pytest.raises(RuntimeError, match="this engine is closed"):
             call_until_closed(lambda: engine.release(engine.acquire(weights[2])[0]))
 
-    def close() -> None:
-        assert waiting.wait(60)
-        engine.close()
-
-    together(wait_for_room, close)
+    together(wait_for_room, lambda: close_once_waiting(engine, 1))
     assert held
     del slab
 
 
-def test_who_waits_for_a_slab_or_for_the_end_of_a_use_is_woken_and_told() -> None:
+def test_who_waits_for_a_slab_is_woken_and_told() -> None:
     engine, weights, slab = make()
     engine.layout(1 << 20)
     engine.drop_slab()  # the next one is about to come
-    inside = threading.Barrier(3)
 
     def wait_for_slab() -> None:
-        inside.wait()
         with pytest.raises(RuntimeError, match="this engine is closed"):
             engine.acquire(weights[0])
 
-    def close() -> None:
-        inside.wait()
-        engine.close()
-
-    together(wait_for_slab, wait_for_slab, close)
+    together(wait_for_slab, wait_for_slab, lambda: close_once_waiting(engine, 2))
     del slab
 
+
+def test_who_waits_for_the_end_of_a_use_is_woken_and_told() -> None:
     engine, weights, slab = make()
     engine.acquire(weights[0])  # by this thread
-    inside = threading.Barrier(2)
 
     def wait_for_use() -> None:
-        inside.wait()
         with pytest.raises(RuntimeError, match="this engine is closed"):
             engine.drop_slab()
 
-    def close_that() -> None:
-        inside.wait()
-        engine.close()
-
-    together(wait_for_use, close_that)
+    together(wait_for_use, lambda: close_once_waiting(engine, 1))
     del slab
 
 

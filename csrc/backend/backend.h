@@ -13,6 +13,7 @@
 #ifndef VIKING_BACKEND_BACKEND_H
 #define VIKING_BACKEND_BACKEND_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -73,9 +74,12 @@ typedef struct viking_backend_operations {
                           size_t bytes, viking_stream stream);
 } viking_backend_operations;
 
-/* First member of every implementation's own struct. */
+/* First member of every implementation's own struct; it counts what is open at present. */
 struct viking_backend {
     const viking_backend_operations *operations;
+    atomic_uint streams;
+    atomic_uint events;
+    atomic_uint pins;
 };
 
 #endif

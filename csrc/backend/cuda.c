@@ -180,6 +180,7 @@ static viking_status cuda_pin(viking_backend *self, void *address, size_t bytes)
         status = explain_register(error, &advice);
         return outcome(device, status, error, advice, "cudaHostRegister(%p, %zu bytes)", address, bytes);
     }
+    self->pins++;
     return VIKING_OK;
 }
 
@@ -196,6 +197,7 @@ static viking_status cuda_unpin(viking_backend *self, void *address)
         return outcome(device, VIKING_ERROR_INVALID, error, "no range that begins there is pinned",
                        "cudaHostUnregister(%p)", address);
     }
+    self->pins -= error == VIKING_CUDA_SUCCESS;
     return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaHostUnregister(%p)", address);
 }
 
@@ -214,6 +216,7 @@ static viking_status cuda_stream_open(viking_backend *self, viking_stream *out)
     leave(device, previous);
     if (error != VIKING_CUDA_SUCCESS)
         return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaStreamCreateWithFlags(non-blocking)");
+    self->streams++;
     *out = (viking_stream)(void *)stream;
     return VIKING_OK;
 }
@@ -227,6 +230,7 @@ static void cuda_stream_close(viking_backend *self, viking_stream stream)
     /* Destroying alone would return at once and let the work go on. */
     forget(device, device->table.call.StreamSynchronize(stream_of(stream)));
     forget(device, device->table.call.StreamDestroy(stream_of(stream)));
+    self->streams--;
     leave(device, previous);
 }
 
@@ -295,6 +299,7 @@ static viking_status cuda_event_open(viking_backend *self, bool timed, viking_ev
         return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaEventCreateWithFlags(%s)",
                        timed ? "timed" : "not timed");
     }
+    self->events++;
     *out = (viking_event *)(void *)event;
     return VIKING_OK;
 }
@@ -305,6 +310,7 @@ static void cuda_event_close(viking_backend *self, viking_event *event)
     int previous;
     if (event && enter(device, &previous) == VIKING_OK) {
         forget(device, device->table.call.EventDestroy(event_of(event)));
+        self->events--;
         leave(device, previous);
     }
 }

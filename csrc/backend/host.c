@@ -326,6 +326,7 @@ static viking_status host_stream_open(viking_backend *self, viking_stream *out)
     stream->next = device->streams;
     device->streams = stream;
     viking_mutex_unlock(device->mutex);
+    self->streams++;
     *out = stream;
     return VIKING_OK;
 
@@ -358,6 +359,7 @@ static void host_stream_close(viking_backend *self, viking_stream stream)
         return;
     }
     stream_end(device, stream);
+    self->streams--;
 }
 
 /* A record of its own that nobody else knows, and a wait for it. */
@@ -392,6 +394,7 @@ static viking_status host_event_open(viking_backend *self, bool timed, viking_ev
     if (!event)
         return no_memory("event_open");
     event->timed = timed;
+    self->events++;
     *out = event;
     return VIKING_OK;
 }
@@ -399,8 +402,10 @@ static viking_status host_event_open(viking_backend *self, bool timed, viking_ev
 static void host_event_close(viking_backend *self, viking_event *event)
 {
     host *device = enter(self);
-    if (event)
+    if (event) {
         moment_drop(event->latest);
+        self->events--;
+    }
     viking_mutex_unlock(device->mutex);
     free(event);
 }
@@ -589,6 +594,7 @@ static viking_status host_pin(viking_backend *self, void *address, size_t bytes)
     if (status != VIKING_OK)
         return status;
     status = viking_host_memory_pin(&device->memory, address, bytes);
+    self->pins += status == VIKING_OK;
     viking_mutex_unlock(device->mutex);
     return status;
 }
@@ -600,6 +606,7 @@ static viking_status host_unpin(viking_backend *self, void *address)
     if (status != VIKING_OK)
         return status;
     status = viking_host_memory_unpin(&device->memory, address);
+    self->pins -= status == VIKING_OK;
     viking_mutex_unlock(device->mutex);
     return status;
 }

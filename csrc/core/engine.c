@@ -282,9 +282,9 @@ viking_status viking_engine_wait_release(viking_engine *engine)
     status = viking_slab_wait(&engine->slab, viking_thread_identity());
     uint64_t ended = engine->slab.ended;
     while (status == VIKING_BUSY && engine->slab.ended == ended && !engine->retired)
-        viking_condition_wait(engine->released, engine->lock);
+        viking_engine_wait(engine);
     while (between_slabs(engine) && !engine->retired)
-        viking_condition_wait(engine->released, engine->lock);
+        viking_engine_wait(engine);
     if (status == VIKING_BUSY)
         status = VIKING_OK;
     viking_engine_leave(engine);

@@ -125,6 +125,13 @@ typedef struct viking_engine_stats {
     uint64_t stall_ns; /* of the last pass whose profile is complete; 0 before the first */
     uint32_t paths;
     uint32_t readers;
+    /* At present: */
+    uint32_t weights;
+    uint32_t uses; /* in progress */
+    uint32_t waiting; /* threads, for a use to end or for a slab */
+    uint32_t streams;
+    uint32_t events;
+    uint32_t pins; /* host ranges that are pinned */
 } viking_engine_stats;
 
 viking_status viking_engine_weight_stats(viking_engine *engine, uint32_t weight, viking_weight_stats *out);

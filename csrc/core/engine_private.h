@@ -63,6 +63,7 @@ struct viking_engine {
     uint64_t stall_ns; /* of the last complete profile */
 
     bool retired; /* it is about to be closed */
+    uint32_t waiting; /* threads in viking_engine_wait */
     atomic_bool may_block;
     atomic_int long_calls; /* under way, see viking_engine_announce */
 };
@@ -70,6 +71,9 @@ struct viking_engine {
 /* All public functions start with it: STATE in a forked child, else the lock is held. */
 viking_status viking_engine_enter(viking_engine *engine);
 void viking_engine_leave(viking_engine *engine);
+
+/* Wait until `released` is signalled. The lock is held, and let go of meanwhile. */
+void viking_engine_wait(viking_engine *engine);
 
 /* STATE once the engine is retired. The lock is held. */
 viking_status viking_engine_serves(const viking_engine *engine);

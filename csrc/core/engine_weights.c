@@ -25,6 +25,13 @@ void viking_engine_leave(viking_engine *engine)
     viking_mutex_unlock(engine->lock);
 }
 
+void viking_engine_wait(viking_engine *engine)
+{
+    engine->waiting++;
+    viking_condition_wait(engine->released, engine->lock);
+    engine->waiting--;
+}
+
 viking_status viking_engine_serves(const viking_engine *engine)
 {
     return engine->retired ? viking_status_fail(VIKING_ERROR_STATE, "this engine is closed: its models were detached")
@@ -312,7 +319,7 @@ static viking_status await_uses(viking_engine *engine, const char *what)
             if (engine->slab.leases[i].thread == thread)
                 return viking_status_fail(VIKING_ERROR_STATE, "%u weights are in use: %s", engine->slab.lease_count,
                                           what);
-        viking_condition_wait(engine->released, engine->lock);
+        viking_engine_wait(engine);
     }
     return VIKING_OK;
 }

@@ -98,11 +98,17 @@ viking_status viking_engine_stats_of(viking_engine *engine, viking_engine_stats 
                                  .floor_bytes = floor_of(engine, map),
                                  .total_fetched_bytes = engine->total_fetched,
                                  .paths = engine->paths.count,
-                                 .readers = engine->queue.reader_count};
+                                 .readers = engine->queue.reader_count,
+                                 .uses = engine->slab.lease_count,
+                                 .waiting = engine->waiting,
+                                 .streams = atomic_load(&engine->backend->streams),
+                                 .events = atomic_load(&engine->backend->events),
+                                 .pins = atomic_load(&engine->backend->pins)};
     for (uint32_t w = 0; w < engine->count; w++) {
         const viking_weight *self = &engine->weights[w];
         if (self->home == NULL)
             continue;
+        out->weights++;
         bool resident = map != NULL && viking_engine_is_resident(engine, w);
         out->pinned_bytes += viking_home_locked_bytes(self->home);
         *(resident ? &out->resident_bytes : &out->streamed_bytes) += self->bytes;

@@ -465,16 +465,43 @@ static PyObject *engine_stats(PyObject *object, PyObject *unused)
     }
     if (status != VIKING_OK)
         return viking_py_raise(status);
-    typedef unsigned long long number;
-    return Py_BuildValue("{sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sK,sI,sI}", "budget_bytes",
-                         (number)s.budget_bytes, "slab_bytes", (number)s.slab_bytes, "ring_bytes", (number)s.ring_bytes,
-                         "resident_bytes", (number)s.resident_bytes, "streamed_bytes", (number)s.streamed_bytes,
-                         "pinned_bytes", (number)s.pinned_bytes, "staged_bytes", (number)s.staged_bytes, "passes",
-                         (number)s.passes, "steps", (number)s.steps, "layouts", (number)s.layouts, "demand_fetches",
-                         (number)s.demand_fetches, "fetched_bytes", (number)s.fetched_bytes, "written_bytes",
-                         (number)s.written_bytes, "floor_bytes", (number)s.floor_bytes, "total_fetched_bytes",
-                         (number)s.total_fetched_bytes, "stall_ns", (number)s.stall_ns, "paths", (unsigned)s.paths,
-                         "readers", (unsigned)s.readers);
+    const struct {
+        const char *name;
+        uint64_t value;
+    } numbers[] = {
+        {"budget_bytes", s.budget_bytes},
+        {"slab_bytes", s.slab_bytes},
+        {"ring_bytes", s.ring_bytes},
+        {"resident_bytes", s.resident_bytes},
+        {"streamed_bytes", s.streamed_bytes},
+        {"pinned_bytes", s.pinned_bytes},
+        {"staged_bytes", s.staged_bytes},
+        {"passes", s.passes},
+        {"steps", s.steps},
+        {"layouts", s.layouts},
+        {"demand_fetches", s.demand_fetches},
+        {"fetched_bytes", s.fetched_bytes},
+        {"written_bytes", s.written_bytes},
+        {"floor_bytes", s.floor_bytes},
+        {"total_fetched_bytes", s.total_fetched_bytes},
+        {"stall_ns", s.stall_ns},
+        {"paths", s.paths},
+        {"readers", s.readers},
+        {"weights", s.weights},
+        {"uses", s.uses},
+        {"waiting", s.waiting},
+        {"streams", s.streams},
+        {"events", s.events},
+        {"pins", s.pins},
+    };
+    PyObject *dict = PyDict_New();
+    for (size_t i = 0; dict != NULL && i < sizeof numbers / sizeof *numbers; i++) {
+        PyObject *value = PyLong_FromUnsignedLongLong(numbers[i].value);
+        if (value == NULL || PyDict_SetItemString(dict, numbers[i].name, value) < 0)
+            Py_CLEAR(dict);
+        Py_XDECREF(value);
+    }
+    return dict;
 }
 
 PyDoc_STRVAR(profile_next_doc, "profile_next()\n--\n\nMeasure the next pass, use by use and copy by copy.");
