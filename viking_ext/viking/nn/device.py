@@ -48,32 +48,21 @@ def resolve_device(device: str | torch.device | int) -> torch.device:
     return torch.device("cuda", index)
 
 
-class ChangeLock:
-    """A reentrant lock that says whether anybody holds it, for a garbage collector that runs inside a change."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
-
-    @property
-    def is_held(self) -> bool:
-        return self._depth > 0
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        self._lock.release()
+def is_held(lock: threading.RLock) -> bool:
+    """Whether anybody holds it, this thread included."""
+    if lock._is_owned() or not lock.acquire(blocking=False):  # type: ignore[attr-defined]
+        return True
+    lock.release()
+    return False
 
 
 class DeviceEngine:
     """The engine of one device and what it needs of torch: the slab's memory, and the sizes of everything else."""
 
     _open: ClassVar[dict[torch.device, DeviceEngine]] = {}
-    #: Held while weights come, go or move: threads may attach, train and detach models of one device.
-    lock: ClassVar[ChangeLock] = ChangeLock()
+    #: Held while weights come, go or move: threads may attach, train and detach models of one device. Of no class of
+    #: ours: an interrupt that came at the first line of its `__exit__` would leave it held for ever.
+    lock: ClassVar[threading.RLock] = threading.RLock()
     #: How the native engine is made; tests put engines with delays and faults here.
     make_engine: ClassVar[Callable[[torch.device], _engine.Engine] | None] = None
     #: How a device's memory is read; tests put scripted readings here.
@@ -167,7 +156,7 @@ class DeviceEngine:
         self.share.settle(self.engine.stats()["steps"])
         renew = self._shrink() or renew or self.needs_layout()
         if renew or self.budget_bytes(strict=False) != self.engine.stats()["budget_bytes"]:
-            self.relayout(strict=False)
+            self.relayout()
             self.pin()
 
     def _shrink(self) -> bool:
@@ -198,7 +187,7 @@ class DeviceEngine:
 
     # ---- layout ----
 
-    def relayout(self, strict: bool = True) -> None:
+    def relayout(self, strict: bool = False) -> None:
         """Find addresses for all weights under the budget and put them into force. `strict`: see budget_bytes."""
         self.sweep()
         if not self.numbers:
@@ -327,7 +316,7 @@ class DeviceEngine:
             return
         self.lost = True
         alone = not any(True for _ in self.managers)  # its length may count the one that is going
-        if alone and not DeviceEngine.lock.is_held:
+        if alone and not is_held(DeviceEngine.lock):
             with DeviceEngine.lock:
                 self.sweep()
                 self._close()

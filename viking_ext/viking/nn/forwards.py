@@ -100,18 +100,18 @@ def install(module: nn.Module, manager: LinearLayerMemoryManager) -> None:
     """Make every call of the module's own forward one of the manager's, and its `_apply` leave the home alone."""
     replacement = module.__dict__.get("forward")
     keepers = [] if replacement is None or _is_own(module, replacement) else _keepers_of_own(module, replacement)
+    # How to undo a change is written down before it is made: an interrupt may come in between.
     undo: list[Callable[[], None]] = []
+    module.__dict__[_RESTORE] = undo
     if keepers:
         for holder, name in keepers:
-            original = getattr(holder, name)
+            undo.append(_restorer(holder, name, getattr(holder, name), manager))
             setattr(holder, name, manager.forward)
-            undo.append(_restorer(holder, name, original, manager))
     else:
-        module.__dict__["forward"] = manager.forward
         undo.append(_forward_remover(module, replacement, manager))
+        module.__dict__["forward"] = manager.forward
     module.__dict__["_apply"] = _Apply(manager)
     module.__dict__["__prepare_scriptable__"] = refusals.refuse_scripting
-    module.__dict__[_RESTORE] = undo
 
 
 def _restorer(holder: Any, name: str, original: Any, manager: LinearLayerMemoryManager) -> Callable[[], None]:

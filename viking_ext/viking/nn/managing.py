@@ -85,10 +85,10 @@ class MemoryManager:
         device = self.device
         refuse_missing_data(self.module, self.ignored)
         before = (device.share, device.pinning.limit)
-        device.share = dataclasses.replace(device.share)
-        device.set_budget(budget)
-        device.join(self)
         try:
+            device.share = dataclasses.replace(device.share)
+            device.set_budget(budget)
+            device.join(self)
             device.pinning.limit = pin_limit
             self._adopt(progress)
             self.started = True
@@ -112,7 +112,7 @@ class MemoryManager:
         self._fill(fresh, progress)
         self._move_the_rest()
         if fresh or not self.started:
-            self.device.relayout()
+            self.device.relayout(strict=True)
             self.device.pin(progress)
         self._install(verdicts)
 
@@ -138,8 +138,8 @@ class MemoryManager:
         for weight in group(modules):
             home = Home(weight.nbytes)
             number = self.device.engine.add(home, weight.nbytes)
-            numbers.append(number)
             self._keep(number, weight, home)
+            numbers.append(number)
             for module in weight.modules:
                 manager = LinearLayerMemoryManager(module, self, self.device.engine)
                 manager.bind(number, home, weight.nbytes)
@@ -148,10 +148,11 @@ class MemoryManager:
         return numbers
 
     def _keep(self, number: int, weight: Weight, home: Home) -> None:
-        self.weights[number] = weight
-        self.homes[number] = home
+        # `weights` last: what it names is complete, and what it does not name is swept out of the engine.
         self.device.numbers.add(number)
+        self.homes[number] = home
         self.by_weight[number] = []
+        self.weights[number] = weight
 
     def _fill(self, numbers: list[int], progress: Progress) -> None:
         total = sum(self.weights[n].nbytes for n in numbers)
