@@ -141,7 +141,7 @@ def test_an_exception_at_any_operation_of_a_step(checkpointing: str) -> None:
             twins.step()
         return mode.count
 
-    assert each_point(step_raising_at, twins.check) > 60
+    assert each_point(step_raising_at, twins.check, step=2) > 60
     assert torch.equal(torch.get_rng_state(), state)
     viking.detach(twins.model)  # refuses while a use is open
 
@@ -173,7 +173,7 @@ def test_an_interrupt_at_any_line_of_a_step_that_lays_out_anew() -> None:
         assert viking.stats(twins.model).weights_budget_bytes == 120_000
         return count[0]
 
-    assert each_point(step_raising_at, twins.check) > 100
+    assert each_point(step_raising_at, twins.check, step=3) > 100
     assert not is_held(DeviceEngine.lock)
     viking.detach(twins.model)
 
@@ -192,7 +192,7 @@ def test_an_interrupt_at_any_line_of_attach_leaves_the_model_as_it_was() -> None
         before.assert_unchanged()
         assert not is_held(DeviceEngine.lock), n
 
-    assert each_point(attach_raising_at, check, step=3) > 500
+    assert each_point(attach_raising_at, check, step=7) > 500
     for mine, theirs in zip(Twins.step_of(model, trained), expected, strict=True):
         assert torch.equal(mine, theirs)
     viking.detach(model)
