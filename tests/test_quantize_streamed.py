@@ -15,6 +15,7 @@ from support.training import assert_same, inputs, train
 from viking.nn import linear
 from viking.quant import quantizing
 from viking.quant.formats import FORMATS
+from viking.shapes import ALIGNMENT, Layer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -170,6 +171,18 @@ def test_the_span_is_free_before_the_product(quantised: bool, monkeypatch: pytes
 
     assert sorted(set(products)) == ["_input_gradient", "linear"]
     assert len(products) == 12
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_plan_counts_the_same_bytes(format: str, bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(96, 200, bias=bias)).to(torch.bfloat16).requires_grad_(False)
+    viking.quantize_(model, format)
+    viking.attach(model, "cpu", weights_budget=0, progress=False)
+
+    planned = Layer("0", 200, 96, tokens=1, block=0, bias=bias).nbytes(format)
+
+    assert planned == -(-viking.stats(model).weights[0].nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def test_detach_leaves_a_quantised_model() -> None:

@@ -21,6 +21,9 @@ ALIGNMENT = 256
 #: Bytes of an element, by the names that torch gives the types.
 ELEMENT_BYTES = {"float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "bfloat16": 2}
 
+#: Types with an fp32 scale for each output, as viking.quantize_ makes them.
+SCALED = ("float8_e4m3fn", "int8")
+
 MODES = ("checkpointed", "plain", "forward")
 
 # What use_kind is in csrc/core/trace.h.
@@ -54,8 +57,10 @@ class Layer:
         return self.outputs * self.inputs
 
     def nbytes(self, weights: str) -> int:
-        """Bytes in the slab: a matrix of a type of :data:`ELEMENT_BYTES`, a bias of 16 bits."""
-        return _aligned(self.parameters * ELEMENT_BYTES[weights]) + (_aligned(2 * self.outputs) if self.bias else 0)
+        """Bytes in the slab: a matrix of a type of :data:`ELEMENT_BYTES`, its scales, a bias of 16 bits."""
+        scales = _aligned(4 * self.outputs) if weights in SCALED else 0
+        bias = _aligned(2 * self.outputs) if self.bias else 0
+        return _aligned(self.parameters * ELEMENT_BYTES[weights]) + scales + bias
 
 
 @dataclass(frozen=True)
