@@ -267,6 +267,28 @@ def test_a_model_on_the_meta_device_holds_no_home_and_comes_back_by_assigned_wei
     assert managed(model) == {"0", "1", "2"}
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_linears_that_are_replaced_go_with_the_last_who_holds_them(held: bool) -> None:
+    model, plain = attach(build()), build()
+    model(inputs(0))
+    old = [model[1]] if held else []
+
+    for m in (model, plain):
+        m[1] = Bytes(m[1])
+    assert torch.equal(model(inputs(1)), plain(inputs(1)))
+
+    totals = viking.stats(model)
+    left = sum(w.nbytes for w in viking.stats(model).weights if w.path != "unmanaged")
+    assert managed(model) == {"0", "2"}
+    assert totals.resident_bytes + totals.streamed_bytes == (3 if held else 2) * 16640
+    assert left == 2 * 16640
+    if held:
+        assert torch.equal(old[0](inputs(2)), build()[1](inputs(2)))
+        assert old[0]._layer_memory_manager.uses > 1
+    viking.detach(model)
+    assert not any(OURS & m.__dict__.keys() for m in [*model.modules(), *old])
+
+
 def test_weights_assigned_by_a_state_dict_cost_one_layout() -> None:
     model, plain = attach(build()), build()
     for _ in range(3):

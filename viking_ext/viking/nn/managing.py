@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +23,7 @@ from viking._engine import Home, LinearLayerMemoryManager, trim
 from viking.nn import forwards, latecomers
 from viking.nn.budget import Budget
 from viking.nn.device import DeviceEngine
-from viking.nn.eligible import Verdict, judge, judge_again, refuse_missing_data
+from viking.nn.eligible import judge, judge_again, refuse_missing_data
 from viking.nn.progress import Progress
 from viking.nn.refusals import keep_out_of_compiled_code
 from viking.nn.storage import Weight, group, overlap, spans_of, tensors_of
@@ -53,6 +55,7 @@ class MemoryManager:
         self.homes: dict[int, Home] = {}
         self.reasons: dict[str, str] = {}  # why a Linear of this name is not streamed
         self.moved: list[tuple[nn.Module, torch.device]] = []
+        self.heirs: weakref.WeakSet[MemoryManager] = weakref.WeakSet()  # of Linears that were taken out of the module
         self.travelled: list[tuple[Weight, Home]] = []  # came from a device, and are to go back there
         self.moved_bytes = 0
         self.started = False
@@ -114,13 +117,16 @@ class MemoryManager:
         if fresh or not self.started:
             self.device.relayout(strict=True)
             self.device.pin(progress)
-        self._install(verdicts)
+        for verdict in verdicts:
+            if not verdict.reason:
+                self._install(verdict.module)
 
     def _adopt_late_comers(self) -> None:
         """Take in what was registered since the last look; an exception leaves it for the next one."""
         self.stale = False
         try:
             self._bring_home(self._away())  # what was parametrized, say, before its new parameters are looked for
+            self._hand_over_what_is_gone()
             before = set(self.weights)
             try:
                 self._adopt(lambda done, total, what: None)
@@ -133,6 +139,29 @@ class MemoryManager:
             self.stale = True
             raise
 
+    def _hand_over_what_is_gone(self) -> None:
+        """Linears that were taken out of the module stream on, and go with the last who holds them."""
+        present = set(self.module.modules())
+        gone = [number for number, weight in self.weights.items() if present.isdisjoint(weight.modules)]
+        for number in gone:
+            self._hand_over(number)
+        if gone:
+            gc.collect()  # modules and managers refer to one another
+            self.device.lost = True
+
+    def _hand_over(self, number: int) -> None:
+        for manager in self.by_weight[number]:
+            manager.forget_home()  # whatever happens on the way
+        weight, home = self.weights.pop(number), self.homes.pop(number)
+        heir = MemoryManager(weight.modules[0], self.device, self.kept)
+        self.device.join(heir)
+        self.heirs.add(heir)
+        heir._keep(number, weight, home)
+        for manager in self.by_weight.pop(number):
+            self._let_go(manager)
+            heir._manage(manager.module, number, weight, home)
+            heir._install(manager.module)
+
     def _open_homes(self, modules: list[nn.Module]) -> list[int]:
         numbers = []
         for weight in group(modules):
@@ -141,11 +170,14 @@ class MemoryManager:
             self._keep(number, weight, home)
             numbers.append(number)
             for module in weight.modules:
-                manager = LinearLayerMemoryManager(module, self, self.device.engine)
-                manager.bind(number, home, weight.nbytes)
-                self.linears[module] = manager
-                self.by_weight[number].append(manager)
+                self._manage(module, number, weight, home)
         return numbers
+
+    def _manage(self, module: nn.Module, number: int, weight: Weight, home: Home) -> None:
+        manager = LinearLayerMemoryManager(module, self, self.device.engine)
+        manager.bind(number, home, weight.nbytes)
+        self.linears[module] = manager
+        self.by_weight[number].append(manager)
 
     def _keep(self, number: int, weight: Weight, home: Home) -> None:
         # `weights` last: what it names is complete, and what it does not name is swept out of the engine.
@@ -197,12 +229,9 @@ class MemoryManager:
                 self.moved.append((module, away[0].device))
                 _apply_of(module)(module, move, recurse=False)
 
-    def _install(self, verdicts: list[Verdict]) -> None:
-        for verdict in verdicts:
-            if not verdict.reason:
-                manager = self.linears[verdict.module]
-                verdict.module.__dict__["_layer_memory_manager"] = manager
-                forwards.install(verdict.module, manager)
+    def _install(self, module: nn.Module) -> None:
+        module.__dict__["_layer_memory_manager"] = self.linears[module]
+        forwards.install(module, self.linears[module])
 
     # ---- one Linear more or less (LinearLayerMemoryManager.attach and .detach) ----
 
@@ -228,7 +257,7 @@ class MemoryManager:
         except BaseException:
             self._release_weight(number)
             raise
-        self._install([verdict])
+        self._install(module)
         return self.linears[module]
 
     def release_linear(self, manager: LinearLayerMemoryManager) -> None:
@@ -344,9 +373,9 @@ class MemoryManager:
 
     def _forget_weight(self, number: int) -> None:
         """Its modules come under another one. The engine keeps a weight that another thread uses until the relayout."""
-        for manager in self.by_weight.pop(number):
+        for manager in self.by_weight[number]:
             manager.forget_home()
-        del self.weights[number]
+        del self.by_weight[number], self.weights[number]
         home = self.homes.pop(number)
         with contextlib.suppress(RuntimeError):
             self.device.engine.remove(number)
@@ -399,11 +428,15 @@ class MemoryManager:
 
         RuntimeError while a use is in progress; what is left then is undone by the next call.
         """
-        for number, weight in list(self.weights.items()):
-            home = self.homes[number]
-            self._release_weight(number)
-            if any(segment.device.type != "cpu" for segment in weight.segments):
-                self.travelled.append((weight, home))
+        for owner in (*self.heirs, self):
+            for number, weight in list(owner.weights.items()):
+                home = owner.homes[number]
+                owner._release_weight(number)
+                if any(segment.device.type != "cpu" for segment in weight.segments):
+                    self.travelled.append((weight, home))
+        for heir in self.heirs:
+            self.device.managers.discard(heir)
+        self.heirs.clear()
         for manager in list(self.linears.values()):  # whose weight was lost between two homes
             self._let_go(manager)
         latecomers.unwatch(self)
