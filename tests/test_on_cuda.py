@@ -7,6 +7,9 @@ import os
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import viking
+from viking.nn.budget import HEADROOM_BYTES
 
 pytestmark = [
     pytest.mark.cuda,
@@ -214,6 +218,109 @@ def test_vram_is_kept_and_used():
         viking.detach(net)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.fixture
+def capped():
+    """What torch may allocate is limited, to what it has now and 64 MiB."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield lambda: torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved() + (64 << 20)) / torch.cuda.mem_get_info()[1]
+    )
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_out_of_memory_error_the_weights_leave_room_and_training_goes_on(capped, where):
+    expected = step(build().cuda(), 3)
+    net = viking.attach(build(), "cuda", weights_budget=weight_bytes(build()), progress=False)
+    for seed in range(3):
+        step(net, seed)
+    before = viking.stats(net).weights_budget_bytes
+    capped()
+
+    def take_everything(*args):
+        taken = []
+        while True:
+            taken.append(torch.empty(16 << 20, dtype=torch.uint8, device="cuda"))
+
+    block = net.blocks[4]
+    handle = (
+        block.register_forward_pre_hook(take_everything)
+        if where == "forward"
+        else block.widen.down.weight.register_hook(take_everything)
+    )
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        step(net, 3)
+    handle.remove()
+    gc.collect()
+    with pytest.warns(UserWarning, match="failed on cuda:0: the weights budget is now"):
+        found = step(net, 3)
+
+    assert same(found, expected)
+    assert viking.stats(net).weights_budget_bytes <= before - (16 << 20)
+    assert same(step(net, 3), expected)
+    viking.detach(net)
+
+
+def test_a_slab_that_the_device_has_no_room_for_is_made_smaller(capped):
+    expected = step(build().cuda(), 3)
+    gc.collect()
+    torch.cuda.empty_cache()
+    net = build()
+    wanted = weight_bytes(net)
+    hog = torch.empty(wanted // 2, dtype=torch.uint8, device="cuda")
+    capped()
+    hog_too = torch.empty((64 << 20) - wanted // 2, dtype=torch.uint8, device="cuda")
+
+    with pytest.warns(UserWarning, match="could not be allocated on cuda:0: the weights budget is now"):
+        viking.attach(net, "cuda", weights_budget=wanted, progress=False)
+    assert viking.stats(net).weights_budget_bytes < wanted
+    del hog, hog_too
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+    assert same(step(net, 3), expected)
+    viking.detach(net)
+
+
+def test_larger_inputs_make_the_weights_leave_room():
+    plain = build().cuda()
+    expected = [step(plain, seed, 8192) for seed in range(3)]
+    del plain
+    gc.collect()
+    torch.cuda.empty_cache()
+    net = build()
+    free, total = torch.cuda.mem_get_info()
+    cap = total - free + HEADROOM_BYTES + 2 * weight_bytes(net)
+    viking.attach(net, "cuda", vram=cap, progress=False)
+    for seed in range(4):
+        step(net, seed)
+    before = viking.stats(net)
+    assert before.streamed_bytes == 0
+
+    found = [step(net, seed, 8192) for seed in range(3)]
+
+    after = viking.stats(net)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert after.weights_budget_bytes < before.weights_budget_bytes
+    replans = after.replans
+    for seed in range(6):
+        step(net, seed, (8192, 96)[seed % 2])
+    assert viking.stats(net).replans == replans
+    viking.detach(net)
+
+
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True", "backend:cudaMallocAsync"])
+def test_a_long_training_is_flat_whatever_allocator_torch_has(allocator):
+    program = Path(__file__).parent / "flatness.py"
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": allocator}
+    done = subprocess.run(
+        [sys.executable, str(program), "--steps", "250", "--device", "cuda"],
+        env=environment, capture_output=True, text=True, timeout=550, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_memory_is_flat_over_steps_of_changing_size():

@@ -30,7 +30,8 @@ def attach(
     Args:
         model: any module whose Linear weights are fp32, bf16 or fp16. It may be on the host, where it should be if the
             card cannot hold it, or on the device already.
-        device: "cuda", "cuda:1", or "cpu", which runs the same schedule on threads, without a GPU.
+        device: "cuda", "cuda:1", or "cpu", which runs the same schedule on threads, without a GPU ("cpu:1" and so
+            on: another engine of that kind).
         vram: what the whole process may use on the device: "auto", bytes, or a string such as "20GiB".
         weights_budget: what the streamed and resident weights may use, instead of `vram`; 0 is the smallest that works.
         pin: how much host memory may be pinned: "auto" (what is streamed), False (nothing), or a limit ("16GiB").

@@ -7,6 +7,7 @@ the rest of the measured peak, and less again when larger inputs raise that.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,7 +61,9 @@ class DeviceMemory:
     def fraction(self) -> float:
         """Of the card, what torch may use: set_per_process_memory_fraction."""
         read = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # torch 2.7 and later
-        return 1.0 if read is None else read(self.device)
+        with contextlib.suppress(RuntimeError):  # not every allocator has one
+            return 1.0 if read is None else read(self.device)
+        return 1.0
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
