@@ -234,6 +234,55 @@ def test_views_of_one_storage_stay_views_of_one_storage() -> None:
     assert bool((model[1].weight[:32] == 1).all())
 
 
+def part_and_outsider(offset: int) -> tuple[nn.Sequential, nn.Linear]:
+    """Two Linears to attach, and one outside that begins `offset` rows after the first of them, in one storage."""
+    storage = torch.randn(4 * 64, 64)
+    part = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))).requires_grad_(False)
+    outsider = nn.Linear(64, 64, bias=False).requires_grad_(False)
+    part[0].weight.data, outsider.weight.data = storage[:64], storage[offset : offset + 64]
+    return part, outsider
+
+
+def test_memory_shared_with_a_module_outside_the_attached_one_stays_shared() -> None:
+    part, outsider = part_and_outsider(32)
+    x = inputs(0)
+
+    with pytest.warns(UserWarning, match='^1 Linears are not streamed, as modules outside .* first: "0"'):
+        attach(part)
+
+    paths = {w.name: (w.path, w.reason) for w in viking.stats(part).weights}
+    assert paths["0"] == ("unmanaged", "its memory is shared with a module outside the attached one")
+    assert paths["1"][0] != "unmanaged"
+    with torch.no_grad():
+        outsider.weight.zero_()
+    assert not part[0].weight[32:].any()
+    assert torch.equal(part(x), part[1](nn.functional.linear(x, part[0].weight)))
+    viking.detach(part)
+
+    whole = nn.ModuleList([part, outsider])
+    attach(whole)
+    assert part[0]._layer_memory_manager.weight == outsider._layer_memory_manager.weight
+
+
+@pytest.mark.parametrize("other", ["a neighbour", "a state_dict", "garbage", "the same Parameter"])
+def test_who_else_holds_a_storage_may_share_no_byte_of_it(other: str) -> None:
+    part, outsider = part_and_outsider(64 if other == "a neighbour" else 32)
+    state = None
+    if other == "a state_dict":
+        del outsider
+        state = part.state_dict()
+    elif other == "garbage":
+        outsider.itself = [outsider]
+        del outsider
+    elif other == "the same Parameter":
+        outsider.weight = part[0].weight
+
+    attach(part)
+
+    assert all("_layer_memory_manager" in linear.__dict__ for linear in part)
+    assert state is None or torch.equal(state["0.weight"], part[0].weight)
+
+
 def test_weights_that_only_lie_beside_each_other_stream_alone() -> None:
     storage = torch.randn(2 * 64, 64)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))).requires_grad_(False)

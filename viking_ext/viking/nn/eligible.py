@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from viking.nn import forwards
+from viking.nn.sharing import spans_outside
 from viking.nn.storage import is_dense, overlap, span_bytes, spans_of, tensors_of
 from viking.quant.weight import QuantizedWeight
 
@@ -50,6 +52,7 @@ def judge(root: nn.Module, ignored: set[int], device: torch.device, whole: bool 
             reason = "its parent reads the weight without calling it"
         verdicts.append(Verdict(name, module, reason))
     if whole:
+        _leave_what_others_share(root, [v for v in verdicts if not v.reason])
         _keep_ties_together(root, verdicts, ignored)
     return verdicts
 
@@ -113,6 +116,20 @@ def _why_not(module: nn.Module, ignored: set[int], device: torch.device | None) 
     if forwards.is_hidden(module):
         return "its forward was replaced by one that hides the original"
     return ""
+
+
+def _leave_what_others_share(root: nn.Module, verdicts: list[Verdict]) -> None:
+    """A weight in a home is no view any more of what a module outside has beside it in memory."""
+    outside = spans_outside(root, [t for v in verdicts for t in tensors_of(v.module)])
+    shared = [v for v in verdicts if overlap(spans_of(tensors_of(v.module)), outside)]
+    for verdict in shared:
+        verdict.reason = "its memory is shared with a module outside the attached one"
+    if shared:
+        warnings.warn(
+            f"{len(shared)} Linears are not streamed, as modules outside the attached one share their memory (the "
+            f'first: "{shared[0].name}"): attach a module that holds both, or give one of them a copy',
+            stacklevel=6,
+        )
 
 
 def _keep_ties_together(root: nn.Module, verdicts: list[Verdict], ignored: set[int]) -> None:
