@@ -13,6 +13,7 @@ import pytest
 
 import viking
 from support import trees
+from viking import machine
 from viking.doctor import survey
 from viking.doctor.command import as_text, main
 from viking.patch import manifest
@@ -143,16 +144,21 @@ def test_limits_of_control_groups_are_found(monkeypatch):
         "/sys/fs/cgroup/user/box/memory.max": "max",
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
     }
-    monkeypatch.setattr(survey, "_text", lambda path: files.get(str(path), ""))
-    assert survey._cgroup_limit() == 9000
+    monkeypatch.setattr(machine, "text_of", lambda path: files.get(str(path), ""))
+    assert machine.control_group_limit() == 9000
     files["/sys/fs/cgroup/memory/box/memory.limit_in_bytes"] = "5000"
-    assert survey._cgroup_limit() == 5000
+    assert machine.control_group_limit() == 5000
+    files["/proc/meminfo"] = "MemTotal:  4 kB"
+    assert machine.memory_limit() == 4096
+    files["/proc/meminfo"] = "MemTotal:  5 kB"
+    assert machine.memory_limit() == 5000
     files["/proc/self/cgroup"] = ""
-    assert survey._cgroup_limit() is None
+    assert machine.control_group_limit() is None
+    assert machine.memory_limit() == 5120
 
 
 def test_wsl_is_recognised(monkeypatch):
-    monkeypatch.setattr(survey, "_text", lambda path: "5.15.167.4-microsoft-standard-WSL2")
+    monkeypatch.setattr(survey, "text_of", lambda path: "5.15.167.4-microsoft-standard-WSL2")
     assert survey.is_wsl()
 
 

@@ -20,6 +20,7 @@ from support.models import Net, build
 from support.processes import measure
 from support.training import assert_same, inputs, train
 from viking import _engine
+from viking.nn import managing, pinning
 from viking.nn.device import DeviceEngine
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -274,6 +275,105 @@ def test_what_the_system_does_not_pin_is_streamed_from_pageable_memory_with_one_
     assert 0 < stats.pinned_bytes <= 2 * MIB
     assert stats.staged_bytes > 0
     assert_same(mine, step_wide(*wide()))
+
+
+def test_what_is_fetched_most_is_pinned_first_and_the_same_every_time(pinning_engine: Any) -> None:
+    choices = []
+    for _ in range(2):
+        model, trained = wide()
+        attach(model, pin="2MB")
+        step_wide(model, trained)
+        planned = model._memory_manager.device.engine.planned_fetches()
+        streamed = [m for m in managers(model) if m.path != "resident"]
+        pinned = [planned[m.weight] for m in streamed if m.home.pinned]
+        left = [planned[m.weight] for m in streamed if not m.home.pinned]
+        choices.append([m.home.pinned for m in managers(model)])
+        viking.detach(model)
+
+        assert set(planned) == {1, 2}  # what is used at the turn-around is fetched once a step
+        assert min(pinned) >= max(left)
+
+    assert choices[0] == choices[1]
+
+
+def test_after_a_refusal_smaller_weights_are_tried_and_then_the_system_is_left_alone(
+    pinning_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinning_engine.append(96 << 10)
+    sides = [256, 64, 256, 256, 64, 64]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, side), nn.Linear(side, 64)) for side in sides))
+    model.requires_grad_(False)
+    asked = []
+    pin = _engine.Engine.pin
+    monkeypatch.setattr(pinning, "REFUSALS", 2)
+
+    class Spy:
+        def __init__(self, engine: Any) -> None:
+            self.engine = engine
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.engine, name)
+
+        def pin(self, number: int) -> None:
+            asked.append(number)
+            pin(self.engine, number)
+
+    apply = pinning.Pinning.apply
+    monkeypatch.setattr(pinning.Pinning, "apply", lambda self, engine, *rest: apply(self, Spy(engine), *rest))
+    with pytest.warns(UserWarning, match="pinned host memory is limited to .* of weights: the system pins no more"):
+        attach(model)
+
+    # 66 kB fit once; the next two of that size are refused, one of 17 kB between them is not.
+    assert [m.home.pinned for m in managers(model)].count(True) == 2
+    assert len(asked) == 4
+
+
+def test_a_part_of_the_machine_stays_unpinned(pinning_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning, "memory_limit", lambda: 2_000_000)
+    model, trained = wide()
+
+    with pytest.warns(UserWarning, match=r"a 10th of the 2.00 MB that this process may use stays unpinned"):
+        attach(model)
+    mine = step_wide(model, trained)
+
+    assert 0 < viking.stats(model).pinned_bytes <= 1_800_000 * 1.02
+    assert_same(mine, step_wide(*wide()))
+
+
+def test_an_interrupt_at_any_report_of_progress_leaves_nothing_pinned_and_the_model_as_it_was(
+    pinning_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homes: list[_engine.Home] = []
+    make = managing.Home
+
+    def home(nbytes: int) -> _engine.Home:
+        homes.append(make(nbytes))
+        return homes[-1]
+
+    monkeypatch.setattr(managing, "Home", home)
+    reports: list[str] = []
+    model, _ = wide()
+    viking.attach(model, "cpu", weights_budget=0, progress=lambda done, total, what: reports.append(what))
+    viking.detach(model)
+    assert {"moving weights to their homes", "pinning host memory"} == set(reports)
+    expected = model(inputs(0).repeat(1, 1, 4))
+    before = {name: id(p) for name, p in model.named_parameters()}
+
+    for stop_at in range(len(reports)):
+        left = [stop_at]
+
+        def interrupt(done: int, total: int, what: str, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            viking.attach(model, "cpu", weights_budget=0, progress=interrupt)
+
+        assert not any(home.pinned for home in homes)
+        assert not any({"forward", "_memory_manager"} & vars(module).keys() for module in model.modules())
+        assert {name: id(p) for name, p in model.named_parameters()} == before
+        assert torch.equal(model(inputs(0).repeat(1, 1, 4)), expected)
 
 
 def test_detach_unpins_everything(pinning_engine: Any) -> None:

@@ -142,6 +142,11 @@ viking_status viking_engine_profile_next(viking_engine *engine);
 /* The last complete profile: *out_count spans, allocated with malloc, the caller frees. 0 where there is none yet. */
 viking_status viking_engine_profile_read(viking_engine *engine, viking_profile_span **out_spans, uint32_t *out_count);
 
+/* How often each weight is fetched in a pass over the path that the layout in force was made for: *out_counts has an
+ * entry for each number below *out_count, 0 for what is resident or vacant, and throughout where a path that
+ * was learned since, or a weight that was added since, has no plan under it. The caller frees it. */
+viking_status viking_engine_planned_fetches(viking_engine *engine, uint32_t **out_counts, uint32_t *out_count);
+
 /* The path of the last complete pass, for plans on paper. The caller frees it with viking_trace_free. */
 viking_status viking_engine_last_trace(viking_engine *engine, viking_trace *out);
 

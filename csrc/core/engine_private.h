@@ -81,6 +81,9 @@ viking_status viking_engine_serves(const viking_engine *engine);
 /* STATE unless it is a weight. The lock is held. */
 viking_status viking_engine_known(const viking_engine *engine, uint32_t weight);
 
+/* What a layout is made for: the path that was learned, else a sweep over all weights and one back. The lock is held. */
+viking_status viking_engine_path_to_lay_out(const viking_engine *engine, viking_trace *out);
+
 /* ---- lookahead.c; the lock is held ---- */
 
 /* The layout in force was made for this weight, or for an earlier one of the same number and size, whose place fits. */

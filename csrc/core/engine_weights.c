@@ -231,9 +231,8 @@ static viking_status weight_sizes(const viking_engine *engine, uint64_t **out)
     return VIKING_OK;
 }
 
-/* What a layout is made for: the path that was learned, else a sweep over all weights and one back. Numbers that are
- * vacant take no part in it, so that a model gets the same layout whatever else was attached before. */
-static viking_status path_to_lay_out(const viking_engine *engine, viking_trace *out)
+/* Numbers that are vacant take no part in it, so that a model gets the same layout whatever else was attached before. */
+viking_status viking_engine_path_to_lay_out(const viking_engine *engine, viking_trace *out)
 {
     const viking_trace *path = viking_engine_main_path(engine);
     if (path != NULL)
@@ -260,7 +259,7 @@ viking_status viking_engine_layout(viking_engine *engine, uint64_t budget_bytes,
     viking_map *map = NULL;
     viking_trace path;
     viking_trace_init(&path);
-    status = path_to_lay_out(engine, &path);
+    status = viking_engine_path_to_lay_out(engine, &path);
     if (status == VIKING_OK)
         status = weight_sizes(engine, &bytes);
     if (status != VIKING_OK)
@@ -294,7 +293,7 @@ viking_status viking_engine_budget_range(viking_engine *engine, uint64_t *out_sm
     uint64_t *bytes = NULL;
     viking_trace path;
     viking_trace_init(&path);
-    status = path_to_lay_out(engine, &path);
+    status = viking_engine_path_to_lay_out(engine, &path);
     if (status == VIKING_OK)
         status = weight_sizes(engine, &bytes);
     if (status == VIKING_OK)

@@ -165,3 +165,36 @@ viking_status viking_engine_last_trace(viking_engine *engine, viking_trace *out)
     viking_engine_leave(engine);
     return status;
 }
+
+viking_status viking_engine_planned_fetches(viking_engine *engine, uint32_t **out_counts, uint32_t *out_count)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    viking_plan *plan = NULL;
+    viking_trace path;
+    viking_trace_init(&path);
+    uint32_t *counts = calloc(engine->count + 1u, sizeof *counts);
+    if (counts == NULL) {
+        status = viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no host memory for the fetches of %u weights",
+                                    engine->count);
+        goto done;
+    }
+    status = viking_engine_path_to_lay_out(engine, &path);
+    if (status == VIKING_OK && engine->slab.map != NULL)
+        status = viking_plan_build(engine->slab.map, &path, &plan);
+    if (status == VIKING_ERROR_NO_HOST_MEMORY)
+        goto done;
+    status = VIKING_OK;
+    for (uint32_t i = 0; plan != NULL && i < plan->count; i++)
+        counts[plan->fetches[i].weight]++;
+    *out_counts = counts;
+    *out_count = engine->count;
+    counts = NULL;
+done:
+    free(counts);
+    viking_plan_free(plan);
+    viking_trace_free(&path);
+    viking_engine_leave(engine);
+    return status;
+}

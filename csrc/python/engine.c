@@ -571,6 +571,32 @@ static PyObject *engine_last_trace(PyObject *object, PyObject *unused)
     return list;
 }
 
+PyDoc_STRVAR(planned_fetches_doc, "planned_fetches() -> list\n--\n\nHow often the layout in force fetches each weight "
+                                  "in a pass, by number; 0 for what is resident.");
+
+static PyObject *engine_planned_fetches(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    uint32_t *counts = NULL;
+    uint32_t count = 0;
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 0, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_planned_fetches(call.engine, &counts, &count);
+        viking_py_call_end(&call);
+    }
+    if (status != VIKING_OK)
+        return viking_py_raise(status);
+    PyObject *list = PyList_New(count);
+    for (uint32_t i = 0; list != NULL && i < count; i++) {
+        PyObject *item = PyLong_FromUnsignedLong(counts[i]);
+        if (item == NULL || PyList_SetItem(list, i, item) < 0)
+            Py_CLEAR(list);
+    }
+    free(counts);
+    return list;
+}
+
 PyDoc_STRVAR(memory_doc, "memory() -> (free, total)\n--\n\nBytes of device memory, as its driver reports them.");
 
 static PyObject *engine_memory(PyObject *object, PyObject *unused)
@@ -607,6 +633,7 @@ static PyMethodDef engine_methods[] = {
     {"profile_next", engine_profile_next, METH_NOARGS, profile_next_doc},
     {"profile", engine_profile, METH_NOARGS, profile_doc},
     {"last_trace", engine_last_trace, METH_NOARGS, last_trace_doc},
+    {"planned_fetches", engine_planned_fetches, METH_NOARGS, planned_fetches_doc},
     {"memory", engine_memory, METH_NOARGS, memory_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -14,22 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import viking
+from viking.machine import control_group_limit, host_memory, text_of
 from viking.patch.command import Status, status
 from viking.patch.diff import PatchError
 
 Section = dict[str, Any]
-
-#: A limit above this is none: cgroup v1 writes the largest page-aligned number.
-_UNLIMITED = 1 << 60
-
-
-def _text(path: str | Path) -> str:
-    """A small file's text; "" where it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
 
 # ---- versions ----
 
@@ -56,7 +45,7 @@ def python() -> Section:
 
 def is_wsl() -> bool:
     """Whether this is Linux inside Windows, where little memory can be pinned."""
-    return "microsoft" in _text("/proc/sys/kernel/osrelease").lower()
+    return "microsoft" in text_of("/proc/sys/kernel/osrelease").lower()
 
 
 def torch() -> Section:
@@ -104,7 +93,7 @@ def cuda() -> Section:
 
 def _driver() -> str | None:
     """The driver's own version, such as 580.95.05."""
-    for word in _text("/proc/driver/nvidia/version").split():
+    for word in text_of("/proc/driver/nvidia/version").split():
         if word[:1].isdigit() and "." in word:
             return word
     return None
@@ -134,7 +123,7 @@ def processor() -> Section:
     """The processor, and how the engine converts on it."""
     names = [
         line.split(":", 1)[1].strip()
-        for line in _text("/proc/cpuinfo").splitlines()
+        for line in text_of("/proc/cpuinfo").splitlines()
         if line.startswith(("model name", "Model"))
     ]
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -147,35 +136,9 @@ def processor() -> Section:
 # ---- memory ----
 
 
-def _cgroup_limit() -> int | None:
-    """The least memory that a control group of this process allows, in bytes; None where none does."""
-    limits = []
-    for line in _text("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, name = Path("/sys/fs/cgroup"), "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        else:
-            continue
-        group = base / path.lstrip("/")
-        for place in (group, *group.parents):  # a parent's limit holds too; in a container the path may not be there
-            text = _text(place / name)
-            if text.isdigit() and int(text) < _UNLIMITED:
-                limits.append(int(text))
-            if place == base:
-                break
-    return min(limits, default=None)
-
-
 def memory() -> Section:
     """Host memory and its limits, in bytes; None is no limit, or not known."""
-    known = {}
-    for line in _text("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        number = rest.split()
-        if number and number[0].isdigit():
-            known[name] = int(number[0]) * 1024
+    known = host_memory()
     locked: int | None = None
     try:
         import resource
@@ -188,9 +151,9 @@ def memory() -> Section:
         "total_bytes": known.get("MemTotal"),
         "available_bytes": known.get("MemAvailable"),
         "swap_bytes": known.get("SwapTotal"),
-        "cgroup_limit_bytes": _cgroup_limit(),
+        "cgroup_limit_bytes": control_group_limit(),
         "memlock_bytes": locked,
-        "huge_pages": _text("/sys/kernel/mm/transparent_hugepage/enabled") or None,
+        "huge_pages": text_of("/sys/kernel/mm/transparent_hugepage/enabled") or None,
     }
 
 
@@ -212,7 +175,7 @@ def ai_toolkit(root: str | None = None) -> Section:
         found = status("ai-toolkit", root)
     except PatchError as error:
         return {"root": None, "patched": False, "problem": str(error)}
-    version = _text(found.root / "version.py").partition("=")[2].strip().strip("\"'")
+    version = text_of(found.root / "version.py").partition("=")[2].strip().strip("\"'")
     return _patches(found) | {"version": version or None}
 
 
