@@ -109,6 +109,38 @@ static void a_steady_step_is_its_plan(void)
     }
 }
 
+static uint64_t fetches_of(const tagged *t, uint32_t weight)
+{
+    viking_weight_stats stats;
+    CHECK_OK(viking_engine_weight_stats(t->engine, weight, &stats));
+    return stats.fetches;
+}
+
+static void each_weight_is_fetched_as_often_as_was_planned(void)
+{
+    for (uint32_t eighths = 0; eighths <= 8; eighths++) {
+        tagged *t = open_model(14, eighths, 1);
+        uint64_t before[TAGGED_WEIGHTS];
+        uint32_t *planned = NULL, count = 0;
+        viking_trace trace;
+        viking_trace_init(&trace);
+        checkpointed_step(&trace, t->count, 2);
+        passes(t, KEY, &trace, 2);
+        CHECK_OK(tagged_layout(t, tagged_budget(t, eighths), tagged_stream(t)));
+        passes(t, KEY, &trace, 2);
+        CHECK_OK(viking_engine_planned_fetches(t->engine, &planned, &count));
+        CHECK(count == t->count);
+        for (uint32_t w = 0; w < count; w++)
+            before[w] = fetches_of(t, w);
+        passes(t, KEY, &trace, 3);
+        for (uint32_t w = 0; w < count; w++)
+            CHECK(fetches_of(t, w) - before[w] == 3 * (uint64_t)planned[w]);
+        free(planned);
+        tagged_close(t);
+        viking_trace_free(&trace);
+    }
+}
+
 static void one_pass_is_enough_to_learn(void)
 {
     for (uint32_t eighths = 0; eighths <= 8; eighths++) {
@@ -398,6 +430,7 @@ static void leaving_a_path_of_nested_uses_does_not_stop_a_layout(void)
 int main(void)
 {
     RUN(a_steady_step_is_its_plan);
+    RUN(each_weight_is_fetched_as_often_as_was_planned);
     RUN(one_pass_is_enough_to_learn);
     RUN(a_resident_model_asks_nothing_of_the_device);
     RUN(random_paths_follow_their_plans);
