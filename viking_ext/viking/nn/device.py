@@ -82,6 +82,7 @@ class DeviceEngine:
             self.engine = DeviceEngine.make_engine(device)
         elif device.type == "cuda":
             torch.cuda.init()
+            pressure.watch()
             self.engine = _engine.Engine("cuda", device.index, torch.Tensor)
         else:
             self.engine = _engine.Engine("host")
@@ -89,7 +90,6 @@ class DeviceEngine:
         self.memory = self._read_memory()
         self.share = Share(self.memory)
         self.retries = pressure.Retries()
-        pressure.watch()
         pressure.take(device)  # what failed before is none of this engine's
         self.pinning = Pinning()
         # Weakly: a model that is dropped without a detach goes, and its weights with it.

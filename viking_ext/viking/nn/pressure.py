@@ -20,7 +20,7 @@ _watching = False
 
 
 def watch() -> None:
-    """Hear of every out-of-memory error of torch's CUDA allocator from now on; once per process."""
+    """Hear of every out-of-memory error of torch's CUDA allocator, which has been initialised; once per process."""
     global _watching
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if _watching or attach is None:
