@@ -310,6 +310,20 @@ def test_a_small_request_costs_a_fiftieth_and_a_huge_one_all_but_the_smallest() 
     assert budget(model) == left
 
 
+def test_a_warning_that_is_an_error_does_not_keep_the_weights_from_leaving_room() -> None:
+    model, _ = build()
+    attach(model, weights_budget=260_000)
+    runs_short(model, "forward", 60_000)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="is now 200 kB"):
+            one_step(model, inputs(0))
+        one_step(model, inputs(0))
+
+    assert budget(model) == 200_000
+
+
 def test_several_errors_in_one_step_shrink_once_and_another_device_is_left_alone() -> None:
     model, _ = build()
     attach(model, weights_budget=260_000)

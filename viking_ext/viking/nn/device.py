@@ -96,7 +96,7 @@ class DeviceEngine:
         self.managers: weakref.WeakSet[MemoryManager] = weakref.WeakSet()
         self.numbers: set[int] = set()  # of all weights that the engine has
         self.keys = itertools.count(1)
-        self.lost = False  # models were dropped since the last layout, or weights came that it has no place for
+        self.lost = False  # since the last layout models were dropped, weights came, or the share shrank
 
     @property
     def resident_bytes(self) -> int:
@@ -169,6 +169,7 @@ class DeviceEngine:
         after = self.share.shrink(missing or 0, before, self.engine.budget_range()[0])
         if after >= before:
             return False
+        self.lost = True  # until the relayout, whatever comes in between
         self._warn(
             "the allocator had to give its cache back and try again"
             if missing is None
