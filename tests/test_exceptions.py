@@ -198,6 +198,60 @@ def test_an_interrupt_at_any_line_of_attach_leaves_the_model_as_it_was() -> None
     viking.detach(model)
 
 
+def tie(m: nn.Module) -> None:
+    m[2].weight = m[0].weight
+
+
+def replace(m: nn.Module) -> None:
+    m[1].weight = nn.Parameter(torch.eye(64), requires_grad=False)
+
+
+def make_unstreamable(m: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(m[1])
+
+
+def take_out(m: nn.Module) -> None:
+    m[1] = nn.Identity()
+
+
+def assign_all(m: nn.Module) -> None:
+    m.load_state_dict({name: t * 2 for name, t in m.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("edit", [tie, replace, make_unstreamable, take_out, assign_all])
+def test_an_edit_that_is_interrupted_at_any_line_is_seen_by_the_next_use(edit: Callable[[nn.Module], None]) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).requires_grad_(False)
+
+    plain, model, taken = net(), net(), nn.Module()
+    edit(plain)
+
+    def use_raising_at(n: int) -> int:
+        nonlocal model, taken
+        viking.detach(model)
+        model = viking.attach(net(), "cpu", weights_budget=0, progress=False)
+        model(inputs(0))
+        taken = model[1]
+        edit(model)
+        with at_line(n) as count:
+            model(inputs(1))
+        return count[0]
+
+    def check(n: int) -> None:
+        assert not is_held(DeviceEngine.lock), n
+        for x in (inputs(1), inputs(2)):
+            assert torch.equal(model(x), plain(x)), n
+        if edit is take_out:
+            assert torch.equal(taken(inputs(1)), net()[1](inputs(1)))
+        viking.detach(model)
+        assert not any("viking" in type(v).__module__ for m in (*model.modules(), taken) for v in vars(m).values()), n
+        assert not DeviceEngine._open, n
+
+    assert each_point(use_raising_at, check, step=11) > 60
+    viking.detach(model)
+
+
 PLACES: dict[str, Callable[[nn.Module, Callable[..., Any]], Any]] = {
     "a hook of the root before ours": lambda m, fail: m.register_forward_pre_hook(fail, prepend=True),
     "a hook of the root after ours": lambda m, fail: m.register_forward_pre_hook(fail),

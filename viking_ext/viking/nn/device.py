@@ -308,7 +308,11 @@ class DeviceEngine:
         """Forget the weights of models that were dropped without a detach."""
         self.lost = False
         for number in self.numbers - set(self.linears):
-            self.engine.remove(number)
+            try:
+                self.engine.remove(number)
+            except RuntimeError as error:
+                if "is not managed" not in str(error):  # an interrupt came between its removal and the next line
+                    raise
             self.numbers.discard(number)
 
     def _dropped(self) -> None:

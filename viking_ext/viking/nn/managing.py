@@ -154,8 +154,8 @@ class MemoryManager:
             manager.forget_home()  # whatever happens on the way
         weight, home = self.weights.pop(number), self.homes.pop(number)
         heir = MemoryManager(weight.modules[0], self.device, self.kept)
-        self.device.join(heir)
         self.heirs.add(heir)
+        self.device.join(heir)
         heir._keep(number, weight, home)
         for manager in self.by_weight.pop(number):
             self._let_go(manager)
@@ -307,6 +307,9 @@ class MemoryManager:
 
     def _away(self) -> list[nn.Module]:
         """Managed Linears whose tensors are other ones than those that were brought home, or elsewhere."""
+        for module, manager in list(self.linears.items()):
+            if module.__dict__.get("_layer_memory_manager") is not manager:
+                self._let_go(manager)  # an interrupt came in the middle of it
         at_home = {
             module
             for number, weight in self.weights.items()
