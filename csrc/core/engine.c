@@ -19,9 +19,11 @@ static void end_pass(viking_engine *engine)
     if (engine->training) {
         engine->steps++;
         engine->fetched_bytes = engine->pass_fetched;
+        engine->written_bytes = atomic_load(&engine->pass_written);
         engine->trained_pass = engine->paths.paths[engine->paths.previous].last_pass;
     }
     engine->pass_fetched = 0;
+    atomic_store(&engine->pass_written, 0);
     if (engine->profile.running) {
         viking_profile_stop(&engine->profile);
         engine->profiled = true;
@@ -67,6 +69,7 @@ viking_status viking_engine_pass_begin(viking_engine *engine, uint64_t key, bool
         *out_stale = outgrown(engine, &engine->paths.paths[learned].trace);
     if (!steady)
         viking_engine_look_again(engine);
+    viking_engine_forget_all_trained(engine);
     engine->training = training;
     bool due = engine->passes % PROFILE_INTERVAL == PROFILE_FIRST;
     if ((due || engine->profile_asked) && had_uses) {
@@ -263,6 +266,8 @@ viking_status viking_engine_release(viking_engine *engine, uint64_t ticket, viki
     viking_slab_wake(&engine->slab);
     viking_condition_broadcast(engine->released);
     status = release_on(engine, stream, &engine->weights[lease.weight].fence);
+    if (engine->weights[lease.weight].step_expected)
+        viking_slab_forget(&engine->slab, lease.weight);
     if (lease.displaced) {
         viking_status left = leave_place(engine, stream, &engine->weights[lease.weight].fence);
         status = status == VIKING_OK ? left : status;

@@ -45,6 +45,28 @@ viking_status viking_engine_invalidate(viking_engine *engine, uint32_t weight);
 /* Wait until no copy that was queued before reads any home. */
 viking_status viking_engine_drain_copies(viking_engine *engine);
 
+/* ---- trained weights, see trained.c ---- */
+
+/* When the host may write to a weight in ways that nothing counts: never; between passes, so that what the device holds
+ * serves no later pass; or at any moment, for want of passes, so that each use fetches. */
+typedef enum viking_training { VIKING_FROZEN, VIKING_STEPPED_BETWEEN, VIKING_STEPPED_ANYTIME } viking_training;
+
+viking_status viking_engine_set_trained(viking_engine *engine, uint32_t weight, viking_training training);
+/* What the device holds of trained weights serves no further use; each pass begins with this. */
+viking_status viking_engine_forget_trained(viking_engine *engine);
+/* Its gradient was made: the host may step it at any moment from now on, until the next pass begins. */
+viking_status viking_engine_expect_step(viking_engine *engine, uint32_t weight);
+
+/* A gradient travels to the host; see download.h for tickets. Both ranges stay valid until it has arrived. */
+viking_status viking_engine_download(viking_engine *engine, void *destination, const void *source, uint64_t bytes,
+                                     viking_stream stream, uint64_t *out_ticket);
+viking_status viking_engine_download_await(viking_engine *engine, uint64_t ticket);
+viking_status viking_engine_download_release(viking_engine *engine, uint64_t ticket, viking_stream stream);
+
+/* Pin and unpin a home of the caller's own, a gradient's. It is unpinned before the engine is closed. */
+viking_status viking_engine_pin_home(viking_engine *engine, viking_home *home);
+viking_status viking_engine_unpin_home(viking_engine *engine, viking_home *home);
+
 /* ---- layout ---- */
 
 /* Find addresses for all weights under a budget; nothing changes yet. *out_slab_bytes: the slab that it needs. */
@@ -60,7 +82,7 @@ viking_status viking_engine_use_layout(viking_engine *engine, void *base, viking
  * calling this again gives that layout up. */
 viking_status viking_engine_drop_slab(viking_engine *engine);
 
-/* Pin the home of a streamed weight, unpin that of a resident one; the error of the backend where it refuses, the
+/* Pin the home of a weight that is streamed or trained, unpin that of another resident one; the error of the backend where it refuses, the
  * weight is then streamed from pageable memory. */
 viking_status viking_engine_pin(viking_engine *engine, uint32_t weight);
 /* Unpin, whatever the weight is. */

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 
 #include "../base/os.h"
+#include "download.h"
 #include "engine.h"
 #include "path.h"
 #include "queue.h"
@@ -22,6 +23,8 @@ typedef struct viking_weight {
     uint64_t foreseen;
     uint64_t uses;
     uint64_t fetches;
+    viking_training training;
+    bool step_expected; /* at any moment: not fetched ahead, and forgotten after each use */
 } viking_weight;
 
 struct viking_engine {
@@ -34,6 +37,7 @@ struct viking_engine {
     uint32_t capacity;
 
     viking_queue queue;
+    viking_downloads downloads; /* has a lock of its own */
     viking_slab slab;
     viking_paths paths;
     viking_profile profile;
@@ -53,6 +57,8 @@ struct viking_engine {
     bool profile_asked;
     uint64_t pass_fetched;
     uint64_t fetched_bytes;
+    _Atomic uint64_t pass_written; /* counted without the lock */
+    uint64_t written_bytes;
     uint64_t trained_pass; /* number of the last complete pass in training; VIKING_NO_PASS: none under this layout */
 
     uint64_t passes;
@@ -61,6 +67,9 @@ struct viking_engine {
     uint64_t demand_fetches;
     uint64_t total_fetched;
     uint64_t stall_ns; /* of the last complete profile */
+    viking_home **pinned; /* homes that are no weight's, pinned for gradients */
+    uint32_t pinned_count;
+    uint32_t pinned_capacity;
 
     bool retired; /* it is about to be closed */
     uint32_t waiting; /* threads in viking_engine_wait */
@@ -101,6 +110,13 @@ viking_status viking_engine_fetch(viking_engine *engine, uint32_t weight, uint64
 void viking_engine_look_again(viking_engine *engine);
 /* Queue all copies whose gates are open. */
 viking_status viking_engine_look_ahead(viking_engine *engine);
+
+/* ---- trained.c; the lock is held ---- */
+
+/* A pass begins: what the device holds of trained weights is from before the host stepped them. */
+void viking_engine_forget_all_trained(viking_engine *engine);
+/* The use at this position of the sequence of all uses must not be fetched for yet. */
+bool viking_engine_is_too_early(const viking_engine *engine, uint32_t weight, uint64_t position);
 
 /* The path that layouts are made for; NULL before one is known. */
 const viking_trace *viking_engine_main_path(const viking_engine *engine);

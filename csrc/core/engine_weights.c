@@ -66,6 +66,8 @@ viking_status viking_engine_open(viking_backend *backend, viking_engine **out)
     if (status == VIKING_OK)
         status = viking_condition_open(&engine->released);
     if (status == VIKING_OK)
+        status = viking_downloads_open(&engine->downloads, backend);
+    if (status == VIKING_OK)
         status = viking_queue_open(&engine->queue, backend);
     if (status != VIKING_OK)
         goto fail;
@@ -73,6 +75,7 @@ viking_status viking_engine_open(viking_backend *backend, viking_engine **out)
     return VIKING_OK;
 fail:
     if (engine != NULL) {
+        viking_downloads_close(&engine->downloads);
         viking_condition_close(engine->released);
         viking_mutex_close(engine->lock);
         free(engine);
@@ -95,6 +98,10 @@ void viking_engine_close(viking_engine *engine)
     if (engine == NULL || viking_os_forked()) /* a child has neither the threads nor the device */
         return;
     viking_queue_drain(&engine->queue);
+    viking_downloads_close(&engine->downloads);
+    for (uint32_t i = 0; i < engine->pinned_count; i++)
+        viking_home_unpin(engine->pinned[i]);
+    free(engine->pinned);
     viking_profile_free(&engine->profile);
     for (uint32_t w = 0; w < engine->count; w++) {
         if (engine->weights[w].home == NULL)
@@ -392,7 +399,7 @@ viking_status viking_engine_pin(viking_engine *engine, uint32_t weight)
     if (status != VIKING_OK)
         goto done;
     viking_home *home = engine->weights[weight].home;
-    if (!viking_engine_is_resident(engine, weight)) {
+    if (!viking_engine_is_resident(engine, weight) || engine->weights[weight].training != VIKING_FROZEN) {
         status = viking_home_pin(home, engine->backend);
     } else if (home->pinned_by != NULL) {
         status = viking_queue_drain_copies(&engine->queue);

@@ -148,6 +148,8 @@ viking_status viking_engine_look_ahead(viking_engine *engine)
         const viking_use *use = viking_paths_next(&engine->paths, &next);
         if (use == NULL || !viking_engine_has_place(engine, use->weight))
             return VIKING_OK;
+        if (viking_engine_is_too_early(engine, use->weight, engine->ahead_position))
+            return VIKING_OK;
         if (!engine->slab.present[use->weight]) {
             if (gate_is_shut(engine, use->weight))
                 return VIKING_OK;

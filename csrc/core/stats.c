@@ -60,8 +60,9 @@ static viking_status stall_of(viking_engine *engine, uint64_t *out_ns)
 }
 
 /* Bytes that any executor must fetch for the last complete pass in training, however it plans, if that is one sweep or,
- * where weights are used again, two: a sweep that follows another one finds at most a slab full of what it needs. 0
- * where that pass is none of the known paths' any more. */
+ * where weights are used again, two: a sweep that follows another one finds at most a slab full of what it needs, and
+ * the first one none of the trained weights, which the host has stepped since. 0 where that pass is none of the known
+ * paths' any more. */
 static uint64_t floor_of(const viking_engine *engine, const viking_map *map)
 {
     const viking_trace *trace = NULL;
@@ -70,15 +71,17 @@ static uint64_t floor_of(const viking_engine *engine, const viking_map *map)
             trace = &engine->paths.paths[i].trace;
     if (map == NULL || trace == NULL)
         return 0;
-    uint64_t once = 0, again = 0, slab = map->slab_bytes;
+    uint64_t once = 0, again = 0, trained = 0, slab = map->slab_bytes;
     for (uint32_t w = 0; w < map->count; w++) {
         uint32_t uses = 0;
         for (uint32_t i = 0; i < trace->count && uses < 2; i++)
             uses += trace->uses[i].weight == w;
         once += uses > 0 ? map->bytes[w] : 0;
         again += uses > 1 ? map->bytes[w] : 0;
+        trained += uses > 0 && engine->weights[w].training != VIKING_FROZEN ? map->bytes[w] : 0;
     }
-    return (once > slab ? once - slab : 0) + (again > slab ? again - slab : 0);
+    uint64_t first = once > slab ? once - slab : 0;
+    return (first > trained ? first : trained) + (again > slab ? again - slab : 0);
 }
 
 viking_status viking_engine_stats_of(viking_engine *engine, viking_engine_stats *out)
@@ -95,6 +98,7 @@ viking_status viking_engine_stats_of(viking_engine *engine, viking_engine_stats 
                                  .layouts = engine->layouts,
                                  .demand_fetches = engine->demand_fetches,
                                  .fetched_bytes = engine->fetched_bytes,
+                                 .written_bytes = engine->written_bytes,
                                  .floor_bytes = floor_of(engine, map),
                                  .total_fetched_bytes = engine->total_fetched,
                                  .paths = engine->paths.count,
@@ -104,6 +108,8 @@ viking_status viking_engine_stats_of(viking_engine *engine, viking_engine_stats 
                                  .streams = atomic_load(&engine->backend->streams),
                                  .events = atomic_load(&engine->backend->events),
                                  .pins = atomic_load(&engine->backend->pins)};
+    for (uint32_t i = 0; i < engine->pinned_count; i++)
+        out->pinned_bytes += viking_home_locked_bytes(engine->pinned[i]);
     for (uint32_t w = 0; w < engine->count; w++) {
         const viking_weight *self = &engine->weights[w];
         if (self->home == NULL)

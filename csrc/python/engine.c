@@ -19,7 +19,7 @@
 typedef struct engine_object {
     PyObject_HEAD viking_engine *engine;
     viking_backend *backend; /* owned by the engine */
-    PyObject *homes; /* dict: weight -> Home */
+    PyObject *homes; /* dict: weight -> Home, and each Home that pin_home pinned -> itself */
     PyObject *tensor_type; /* whose current stream counts; NULL on the host backend */
     int index;
     viking_gate gate; /* every call into the core goes through it; closing waits for those without the GIL */
@@ -52,6 +52,11 @@ void viking_py_call_end(viking_py_call *call)
     viking_engine_announce(call->engine, -call->announced);
     viking_gate_leave(&((engine_object *)call->object)->gate);
     Py_DECREF(call->object);
+}
+
+PyObject *viking_py_engine_homes(PyObject *object)
+{
+    return ((engine_object *)object)->homes;
 }
 
 int viking_py_engine_stream(PyObject *object, viking_stream *out)
@@ -244,8 +249,7 @@ static PyObject *engine_add(PyObject *object, PyObject *args)
     return NULL;
 }
 
-/* A weight's number; those that no weight can have are not cut down to one that a weight has. */
-static int read_weight(PyObject *number, uint32_t *out)
+int viking_py_engine_weight(PyObject *number, uint32_t *out)
 {
     unsigned long long value = PyLong_AsUnsignedLongLong(number);
     if (PyErr_Occurred())
@@ -258,11 +262,11 @@ static int read_weight(PyObject *number, uint32_t *out)
     return 0;
 }
 
-/* A method that hands one weight to the core, which may wait. */
-static PyObject *for_weight(PyObject *object, PyObject *argument, viking_status (*function)(viking_engine *, uint32_t))
+PyObject *viking_py_engine_for_weight(PyObject *object, PyObject *argument,
+                                      viking_status (*function)(viking_engine *, uint32_t))
 {
     uint32_t weight = 0;
-    if (read_weight(argument, &weight) < 0)
+    if (viking_py_engine_weight(argument, &weight) < 0)
         return NULL;
     viking_py_call call;
     viking_status status = viking_py_call_begin(object, 1, &call);
@@ -278,7 +282,7 @@ PyDoc_STRVAR(remove_doc, "remove(weight)\n--\n\nForget a weight, once no copy re
 
 static PyObject *engine_remove(PyObject *object, PyObject *weight)
 {
-    PyObject *done = for_weight(object, weight, viking_engine_remove);
+    PyObject *done = viking_py_engine_for_weight(object, weight, viking_engine_remove);
     if (done != NULL && PyDict_DelItem(((engine_object *)object)->homes, weight) < 0)
         PyErr_Clear();
     return done;
@@ -288,7 +292,7 @@ PyDoc_STRVAR(invalidate_doc, "invalidate(weight)\n--\n\nIts host bytes have chan
 
 static PyObject *engine_invalidate(PyObject *object, PyObject *weight)
 {
-    return for_weight(object, weight, viking_engine_invalidate);
+    return viking_py_engine_for_weight(object, weight, viking_engine_invalidate);
 }
 
 PyDoc_STRVAR(pin_doc,
@@ -297,14 +301,14 @@ PyDoc_STRVAR(pin_doc,
 
 static PyObject *engine_pin(PyObject *object, PyObject *weight)
 {
-    return for_weight(object, weight, viking_engine_pin);
+    return viking_py_engine_for_weight(object, weight, viking_engine_pin);
 }
 
 PyDoc_STRVAR(unpin_doc, "unpin(weight)\n--\n\nUnpin its home, whatever the weight is.");
 
 static PyObject *engine_unpin(PyObject *object, PyObject *weight)
 {
-    return for_weight(object, weight, viking_engine_unpin);
+    return viking_py_engine_for_weight(object, weight, viking_engine_unpin);
 }
 
 /* A method that takes nothing and gives nothing and may wait. */
@@ -427,7 +431,7 @@ static PyObject *engine_acquire(PyObject *object, PyObject *argument)
 {
     uint32_t weight = 0;
     viking_stream stream;
-    if (read_weight(argument, &weight) < 0 || viking_py_engine_stream(object, &stream) < 0)
+    if (viking_py_engine_weight(argument, &weight) < 0 || viking_py_engine_stream(object, &stream) < 0)
         return NULL;
     viking_acquired acquired;
     viking_status status = viking_py_engine_acquire(object, weight, stream, &acquired);
@@ -622,6 +626,14 @@ static PyMethodDef engine_methods[] = {
     {"pin", engine_pin, METH_O, pin_doc},
     {"unpin", engine_unpin, METH_O, unpin_doc},
     {"drain_copies", engine_drain, METH_NOARGS, drain_doc},
+    {"set_trained", viking_py_set_trained, METH_VARARGS, viking_py_set_trained_doc},
+    {"forget_trained", viking_py_forget_trained, METH_NOARGS, viking_py_forget_trained_doc},
+    {"expect_step", viking_py_expect_step, METH_O, viking_py_expect_step_doc},
+    {"download", viking_py_download, METH_VARARGS, viking_py_download_doc},
+    {"download_await", viking_py_download_await, METH_O, viking_py_download_await_doc},
+    {"download_release", viking_py_download_release, METH_O, viking_py_download_release_doc},
+    {"pin_home", viking_py_pin_home, METH_O, viking_py_pin_home_doc},
+    {"unpin_home", viking_py_unpin_home, METH_O, viking_py_unpin_home_doc},
     {"layout", engine_layout, METH_O, layout_doc},
     {"budget_range", engine_budget_range, METH_NOARGS, range_doc},
     {"use_layout", engine_use_layout, METH_O, use_layout_doc},

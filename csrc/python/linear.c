@@ -34,6 +34,7 @@ typedef struct linear_object {
     void *views_address;
     uint64_t views_layout;
     uint32_t weight;
+    int trained; /* as the engine was told */
     unsigned long long nbytes;
 } linear_object;
 
@@ -73,14 +74,16 @@ static int load_python_side(viking_state *state)
     state->linear_views = PyObject_GetAttrString(module, "make_views");
     state->linear_repair = PyObject_GetAttrString(module, "repair");
     state->linear_replaced = PyObject_GetAttrString(module, "replaced");
+    state->linear_retrain = PyObject_GetAttrString(module, "retrain");
     PyObject *apply = PyObject_GetAttrString(module, "apply");
     Py_DECREF(module);
     if (apply == NULL || state->linear_views == NULL || state->linear_repair == NULL ||
-        state->linear_replaced == NULL) {
+        state->linear_replaced == NULL || state->linear_retrain == NULL) {
         Py_XDECREF(apply);
         Py_CLEAR(state->linear_views);
         Py_CLEAR(state->linear_repair);
         Py_CLEAR(state->linear_replaced);
+        Py_CLEAR(state->linear_retrain);
         return -1;
     }
     state->linear_apply = apply;
@@ -143,6 +146,38 @@ static int look_for_write(linear_object *self, member *tensor)
     return 0;
 }
 
+/* A parameter that wants a gradient takes part in the graph, a frozen one does not. */
+static int wants_gradient(PyObject *self, PyObject *parameter)
+{
+    if (parameter == Py_None)
+        return 0;
+    PyObject *flag = PyObject_GetAttr(parameter, viking_state_of(self)->name_requires_grad);
+    int wants = flag == NULL ? -1 : PyObject_IsTrue(flag);
+    Py_XDECREF(flag);
+    return wants;
+}
+
+static int is_trained(linear_object *self)
+{
+    int trained = 0;
+    for (int which = WEIGHT; which < MEMBERS && trained == 0; which++)
+        trained = wants_gradient((PyObject *)self, self->members[which].parameter);
+    return trained;
+}
+
+/* What is trained was, or is, stepped by the host: the engine must know before the next use. */
+static int look_for_training(linear_object *self)
+{
+    int trained = is_trained(self);
+    if (trained < 0 || trained == self->trained)
+        return trained < 0 ? -1 : 0;
+    PyObject *done = PyObject_CallFunction(viking_state_of((PyObject *)self)->linear_retrain, "O", self);
+    Py_XDECREF(done);
+    if (done != NULL)
+        self->trained = trained;
+    return done == NULL ? -1 : 0;
+}
+
 /* Edits since the last use void what is on the device; replaced tensors are moved into the home first. */
 static int look_for_edits(linear_object *self)
 {
@@ -156,8 +191,11 @@ static int look_for_edits(linear_object *self)
     if (at_home == 0) {
         PyObject *done = PyObject_CallFunctionObjArgs(viking_state_of((PyObject *)self)->linear_repair, self, NULL);
         Py_XDECREF(done);
-        return done == NULL || detached(self) ? -1 : 0; /* detached: what replaced it cannot be streamed */
+        /* detached: what replaced it cannot be streamed */
+        return done == NULL || detached(self) ? -1 : look_for_training(self);
     }
+    if (look_for_training(self) < 0)
+        return -1;
     for (int which = WEIGHT; which < MEMBERS; which++)
         if (look_for_write(self, &self->members[which]) < 0)
             return -1;
@@ -220,7 +258,26 @@ static PyObject *linear_bind(PyObject *object, PyObject *args)
     self->home = Py_NewRef(home);
     self->weight = (uint32_t)weight;
     self->nbytes = nbytes;
+    self->trained = is_trained(self);
+    if (self->trained < 0)
+        return NULL;
     Py_CLEAR(self->views);
+    return Py_NewRef(Py_None);
+}
+
+PyDoc_STRVAR(renew_doc,
+             "renew()\n--\n\nWrites until now need no more notice: the device has forgotten the bytes of before "
+             "them, or holds none. For viking.nn.");
+
+static PyObject *linear_renew(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    linear_object *self = (linear_object *)object;
+    for (int which = WEIGHT; which < MEMBERS; which++) {
+        member *tensor = &self->members[which];
+        if (tensor->parameter != Py_None && version_of(object, tensor->parameter, &tensor->version) < 0)
+            return NULL;
+    }
     return Py_NewRef(Py_None);
 }
 
@@ -338,17 +395,6 @@ static PyObject *linear_release(PyObject *object, PyObject *argument)
     return Py_NewRef(Py_None);
 }
 
-/* A parameter that wants a gradient takes part in the graph, a frozen one does not. */
-static int wants_gradient(PyObject *self, PyObject *parameter)
-{
-    if (parameter == Py_None)
-        return 0;
-    PyObject *flag = PyObject_GetAttr(parameter, viking_state_of(self)->name_requires_grad);
-    int wants = flag == NULL ? -1 : PyObject_IsTrue(flag);
-    Py_XDECREF(flag);
-    return wants;
-}
-
 /* The module's weight and bias, with a flag for each: does it take part in the graph? 1: they are those that were bound
  * and so is the module's class; 0: not; -1: exception. */
 static int given_tensors(linear_object *self, PyObject **out)
@@ -379,7 +425,7 @@ PyDoc_STRVAR(forward_doc,
              "forward(input) -> Tensor\n--\n\n"
              "The module's linear with its streamed weight: (*, in_features) -> (*, out_features), bit for bit what "
              "torch.nn.Linear computes on the device, autograd and autocast included. A parameter that requires a "
-             "gradient gets it on the host, at the end of its layer's backward.");
+             "gradient gets it on the host, by the end of the backward pass.");
 
 static PyObject *linear_forward(PyObject *object, PyObject *args, PyObject *kwargs)
 {
@@ -664,6 +710,7 @@ static PyMethodDef linear_methods[] = {
     {"attach", linear_attach, METH_VARARGS | METH_STATIC, attach_doc},
     {"detach", linear_detach, METH_NOARGS, detach_doc},
     {"bind", linear_bind, METH_VARARGS, bind_doc},
+    {"renew", linear_renew, METH_NOARGS, renew_doc},
     {"unbind", linear_unbind, METH_NOARGS, unbind_doc},
     {"forget_home", linear_forget_home, METH_NOARGS, forget_home_doc},
     {"forget_views", linear_forget_views, METH_NOARGS, forget_views_doc},

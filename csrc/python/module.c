@@ -51,6 +51,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->linear_views);
     Py_VISIT(state->linear_repair);
     Py_VISIT(state->linear_replaced);
+    Py_VISIT(state->linear_retrain);
     return 0;
 }
 
@@ -64,6 +65,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->linear_views);
     Py_CLEAR(state->linear_repair);
     Py_CLEAR(state->linear_replaced);
+    Py_CLEAR(state->linear_retrain);
     Py_CLEAR(state->name_version);
     Py_CLEAR(state->name_requires_grad);
     Py_CLEAR(state->name_weight);

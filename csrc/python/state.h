@@ -14,6 +14,7 @@ typedef struct viking_state {
     PyObject *linear_views;
     PyObject *linear_repair;
     PyObject *linear_replaced;
+    PyObject *linear_retrain;
     /* Interned attribute names of the hot path. */
     PyObject *name_version;
     PyObject *name_requires_grad;

@@ -22,8 +22,10 @@ def attach(
     pin: str | int | bool = "auto",
     ignore: Ignored = (),
     progress: bool | Callable[[int, int, str], None] = True,
+    trained: str = "device",
 ) -> nn.Module:
-    """Stream the model's frozen Linear weights from host memory to `device`; everything else moves there for good.
+    """Stream the model's Linear weights from host memory to `device`: those that are frozen, and with trained="host"
+    those that are trained. Everything else moves there for good.
 
     The model computes what it computes without this, bit for bit; train and sample as before.
 
@@ -37,6 +39,10 @@ def attach(
         pin: how much host memory may be pinned: "auto" (what is streamed), False (nothing), or a limit ("16GiB").
         ignore: modules, parameters and buffers to leave untouched, for you to move.
         progress: True, False, or a callable ``(done_bytes, total_bytes, what)``.
+        trained: where Linear weights and biases that require a gradient live. "device": there, as ordinary Parameters.
+            "host": they are streamed like frozen ones; their gradients arrive as host `.grad` tensors by the end of
+            each backward pass, and any optimizer steps them on the host. Weights below 256 KiB stay on the device, and
+            what is unfrozen after attach is stepped on the host either way.
 
     Returns:
         The model.
@@ -54,16 +60,18 @@ def attach(
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach needs a torch.nn.Module, not {type(model).__name__}")
     target = resolve_device(device)
+    if trained not in ("device", "host"):
+        raise ValueError(f'trained={trained!r} is neither "device" nor "host"')
     ignore = tuple(ignore)
     budget = Budget(parse_size(vram, "vram"), parse_size(weights_budget, "weights_budget"))
-    asked = (target, budget, _pin_limit(pin), tuple(sorted(id(item) for item in ignore)))
+    asked = (target, budget, _pin_limit(pin), tuple(sorted(id(item) for item in ignore)), trained)
     present = getattr(model, "_memory_manager", None)
     if present is not None:
         if present.options == asked:
             return model
         raise ValueError("this model is attached already, with other arguments: call viking.detach(model) first")
     with DeviceEngine.lock, make_progress(progress) as report:
-        MemoryManager(model, DeviceEngine.of(target), ignore, asked).start(report, budget, _pin_limit(pin))
+        MemoryManager(model, DeviceEngine.of(target), ignore, asked, trained).start(report, budget, _pin_limit(pin))
     return model
 
 

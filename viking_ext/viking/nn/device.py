@@ -18,12 +18,13 @@ import torch
 from viking import _engine
 from viking.nn import pressure
 from viking.nn.budget import SHRINK_PART, Budget, DeviceMemory, Share
+from viking.nn.gradients import Gradients
 from viking.nn.pinning import Pinning
 from viking.nn.progress import Progress
 from viking.units import format_bytes
 
 if TYPE_CHECKING:
-    from viking._engine import LinearLayerMemoryManager
+    from viking._engine import Home, LinearLayerMemoryManager
     from viking.nn.managing import MemoryManager
 
 
@@ -92,6 +93,7 @@ class DeviceEngine:
         self.retries = pressure.Retries()
         pressure.take(device)  # what failed before is none of this engine's
         self.pinning = Pinning()
+        self.gradients = Gradients(self)
         # Weakly: a model that is dropped without a detach goes, and its weights with it.
         self.managers: weakref.WeakSet[MemoryManager] = weakref.WeakSet()
         self.numbers: set[int] = set()  # of all weights that the engine has
@@ -282,6 +284,20 @@ class DeviceEngine:
             return
         self.pinning.apply(self.engine, self.linears, progress)
 
+    def forget_trained(self) -> None:
+        """Before a pass: what it fetches ahead of trained weights is as they are now, and no use needs to look whether
+        it is."""
+        stepped = [linear for m in self.managers for number in m.stepped for linear in m.by_weight.get(number, ())]
+        if stepped:
+            self.engine.forget_trained()
+            for linear in stepped:
+                linear.renew()
+
+    def pin_home(self, home: Home) -> None:
+        """Pin host memory that is no weight's, if that is possible: all that depends on it is speed."""
+        if self.device.type != "cpu" or DeviceEngine.make_engine is not None:
+            self.pinning.pin_home(self.engine, home)
+
     # ---- life ----
 
     def join(self, manager: MemoryManager) -> None:
@@ -307,6 +323,7 @@ class DeviceEngine:
     def sweep(self) -> None:
         """Forget the weights of models that were dropped without a detach."""
         self.lost = False
+        self.gradients.trim()
         for number in self.numbers - set(self.linears):
             try:
                 self.engine.remove(number)
@@ -328,5 +345,6 @@ class DeviceEngine:
 
     def _close(self) -> None:
         self._drop_slab()
+        self.gradients.close()
         self.engine.close()
         DeviceEngine._open.pop(self.device, None)

@@ -32,11 +32,13 @@ class Verdict:
     reason: str
 
 
-def judge(root: nn.Module, ignored: set[int], device: torch.device, whole: bool = True) -> list[Verdict]:
+def judge(
+    root: nn.Module, ignored: set[int], device: torch.device, whole: bool = True, trained: bool = False
+) -> list[Verdict]:
     """A verdict on each Linear of `root` that is not managed yet, in the order of its modules.
 
     `whole`: judge a model that is about to be attached; else `root` is the one Linear in question, however small, and
-    managed or not.
+    managed or not. `trained`: stream what requires a gradient, too.
     """
     verdicts = []
     direct: set[int] = set()  # Linears whose parent reads their weights
@@ -47,7 +49,7 @@ def judge(root: nn.Module, ignored: set[int], device: torch.device, whole: bool 
             continue
         if not isinstance(module, nn.Linear) or (whole and "_layer_memory_manager" in module.__dict__):
             continue
-        reason = _why_not(module, ignored, device if whole else None)
+        reason = _why_not(module, ignored, device if whole else None, trained)
         if not reason and id(module) in direct:
             reason = "its parent reads the weight without calling it"
         verdicts.append(Verdict(name, module, reason))
@@ -59,7 +61,7 @@ def judge(root: nn.Module, ignored: set[int], device: torch.device, whole: bool 
 
 def judge_again(root: nn.Module, modules: Sequence[nn.Module], ignored: set[int]) -> list[Verdict]:
     """A verdict on each of these managed Linears of `root`, whose tensors are other ones now, however small."""
-    verdicts = [Verdict("", module, _why_not(module, ignored, None)) for module in modules]
+    verdicts = [Verdict("", module, _why_not(module, ignored, None, True)) for module in modules]
     _keep_ties_together(root, verdicts, ignored)
     return verdicts
 
@@ -80,7 +82,7 @@ def _refuse_missing_data(name: str, module: nn.Module, ignored: set[int]) -> Non
             )
 
 
-def _why_not(module: nn.Module, ignored: set[int], device: torch.device | None) -> str:
+def _why_not(module: nn.Module, ignored: set[int], device: torch.device | None, trained: bool) -> str:
     tensors = tensors_of(module)
     weight = module._parameters.get("weight")
     if weight is None:
@@ -109,7 +111,7 @@ def _why_not(module: nn.Module, ignored: set[int], device: torch.device | None) 
         if tensor.data_ptr() % tensor.element_size() != 0:
             return "its memory is misaligned"
     if device is not None:
-        if any(t.requires_grad for t in tensors):
+        if not trained and any(t.requires_grad for t in tensors):
             return "it is trained"
         if sum(span_bytes(t) for t in tensors) < SMALLEST_BYTES[device.type]:
             return "it is small"

@@ -6,6 +6,7 @@ Backward is a use of its own. `x` is kept only where the weight wants a gradient
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ class StreamedLinear(torch.autograd.Function):
     """y = x W^T + b with W and b on the device only while they are used.
 
     x: (*, in_features); y: (*, out_features). `weight` and `bias` are the host Parameters where these require a
-    gradient, else None; the gradients that they get are host tensors of their own dtype.
+    gradient, else None; the gradients that they get are host tensors of their own dtype, there by the end of the
+    backward pass, or at once where someone could look earlier: see :func:`_way_of`.
     """
 
     @staticmethod
@@ -45,27 +47,38 @@ class StreamedLinear(torch.autograd.Function):
             ctx.version = ctx.used._version
             if weight is not None:
                 ctx.save_for_backward(x)
+            if weight is not None or bias is not None:
+                ctx.users = manager.manager.users_of(manager)
+                ctx.users.add(ctx)
         return y
 
     @staticmethod
-    @refusals.once
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_x = grad_weight = grad_bias = None
-        rows = grad_y.reshape(-1, grad_y.shape[-1])
-        weight, bias = ctx.targets
-        if ctx.needs_input_grad[0]:
-            grad_x = with_weight(ctx.manager, partial(_input_gradient, ctx, rows))
-            grad_x = grad_x.reshape(ctx.x_shape).to(ctx.x_dtype)
-        if weight is not None and ctx.needs_input_grad[2]:
-            (x,) = ctx.saved_tensors
-            grad_weight = rows.t().mm(x.reshape(-1, x.shape[-1]).to(grad_y.dtype)).to(weight.device, weight.dtype)
-        if bias is not None and ctx.needs_input_grad[3]:
-            grad_bias = rows.sum(0).to(bias.device, bias.dtype)
-        return grad_x, None, grad_weight, grad_bias
+        ctx.creates_graph = torch.is_grad_enabled()
+        return _backward(ctx, grad_y)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(refusals.FORWARD_MODE)
+
+
+@refusals.once
+def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grad_x = grad_weight = grad_bias = None
+    ctx.has_sent = False
+    rows = grad_y.reshape(-1, grad_y.shape[-1])
+    weight, bias = ctx.targets
+    if ctx.needs_input_grad[0]:
+        grad_x = with_weight(ctx.manager, partial(_input_gradient, ctx, rows))
+        grad_x = grad_x.reshape(ctx.x_shape).to(ctx.x_dtype)
+    if weight is not None:
+        (x,) = ctx.saved_tensors
+        grad_weight = _deliver(ctx, weight, 1, partial(_weight_gradient, rows, x, weight.dtype))
+    if bias is not None:
+        grad_bias = _deliver(ctx, bias, 1 if weight is None else 2, partial(_bias_gradient, rows, bias.dtype))
+    if ctx.has_sent:
+        ctx.manager.manager.device.gradients.sent(ctx)
+    return grad_x, None, grad_weight, grad_bias
 
 
 def apply(
@@ -85,6 +98,66 @@ def with_weight(manager: LinearLayerMemoryManager, compute: Callable[..., torch.
 
 def _off_the_span(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     return weight.dequantize(), None if bias is None else bias.clone()
+
+
+def _weight_gradient(rows: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return rows.t().mm(x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(dtype)
+
+
+def _bias_gradient(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return rows.sum(0).to(dtype)
+
+
+def _deliver(ctx: Any, parameter: torch.Tensor, edge: int, make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """A parameter's gradient, made by `make` on the device: returned for torch to deliver, or sent to arrive by the end
+    of the pass."""
+    way = _way_of(ctx, parameter, edge)
+    if way == "unwanted":
+        return None
+    gradients, number = ctx.manager.manager.device.gradients, ctx.manager.weight
+    if way == "at once":
+        gradients.expect_steps({number})
+        return make().to(parameter.device)
+    gradients.send(parameter, number, ctx.users, make)
+    ctx.has_sent = True
+    return None
+
+
+def _way_of(ctx: Any, parameter: torch.Tensor, edge: int) -> str:
+    """How the gradient reaches its parameter: "joined" at the end of the pass; "at once", through torch, where a hook
+    sees it before that or autograd.grad returns it, where it is to be differentiated again or checked, and where the
+    parameter is computed from others; "unwanted" by a backward that names its inputs."""
+    if ctx.next_functions[edge][0] is None:
+        return "unwanted"
+    is_held = _references(ctx.next_functions[edge][0]) > _ALONE  # by someone who may have given it hooks
+    node = ctx.next_functions[edge][0]
+    try:
+        if not torch._C._will_engine_execute_node(node):
+            return "unwanted"
+    except RuntimeError:  # autograd.grad asks for a leaf's
+        return "at once"
+    at_once = (
+        is_held
+        or node.name() != "torch::autograd::AccumulateGrad"
+        or ctx.creates_graph
+        or torch.is_anomaly_enabled()
+        or parameter._backward_hooks
+        or parameter._post_accumulate_grad_hooks
+    )
+    return "at once" if at_once else "joined"
+
+
+def _references(node: object) -> int:
+    return sys.getrefcount(node)
+
+
+def _references_of_an_unused() -> int:
+    with torch.inference_mode(False), torch.enable_grad():
+        product = torch.empty(0, requires_grad=True) * 1
+    return _references(product.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+
+
+_ALONE = _references_of_an_unused()
 
 
 def _check_version(ctx: Any) -> None:
@@ -139,3 +212,8 @@ def replaced(manager: LinearLayerMemoryManager, x: torch.Tensor) -> Any:
         return functional.linear(x, weight.to(x.device), None if bias is None else bias.to(x.device))
     repair(manager)
     return NotImplemented
+
+
+def retrain(manager: LinearLayerMemoryManager) -> None:
+    """The module's parameters began to require a gradient, or none of them does any more."""
+    manager.manager.retrain(manager)

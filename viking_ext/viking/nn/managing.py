@@ -24,9 +24,10 @@ from viking.nn import forwards, latecomers
 from viking.nn.budget import Budget
 from viking.nn.device import DeviceEngine
 from viking.nn.eligible import judge, judge_again, refuse_missing_data
+from viking.nn.pinning import is_trained
 from viking.nn.progress import Progress
 from viking.nn.refusals import keep_out_of_compiled_code
-from viking.nn.storage import Weight, group, overlap, spans_of, tensors_of
+from viking.nn.storage import Weight, group, move, overlap, spans_of, tensors_of
 from viking.quant.linear import Linear as QuantizedLinear
 from viking.quant.weight import QuantizedWeight, codes_of
 
@@ -41,9 +42,15 @@ class MemoryManager:
     """Manages one model on one device: found at `model._memory_manager`, made by :func:`viking.attach`."""
 
     def __init__(
-        self, module: nn.Module, device: DeviceEngine, ignore: Ignored = (), options: tuple[Any, ...] = ()
+        self,
+        module: nn.Module,
+        device: DeviceEngine,
+        ignore: Ignored = (),
+        options: tuple[Any, ...] = (),
+        trained: str = "device",
     ) -> None:
         self.module = module
+        self.trained = trained
         self.device = device
         self.options = options
         self.ignored = {id(item) for item in ignore}
@@ -53,12 +60,14 @@ class MemoryManager:
         self.weights: dict[int, Weight] = {}  # by weight number
         self.by_weight: dict[int, list[LinearLayerMemoryManager]] = {}
         self.homes: dict[int, Home] = {}
+        self.stepped: set[int] = set()  # numbers of the weights that the host steps
         self.reasons: dict[str, str] = {}  # why a Linear of this name is not streamed
         self.moved: list[tuple[nn.Module, torch.device]] = []
         self.heirs: weakref.WeakSet[MemoryManager] = weakref.WeakSet()  # of Linears that were taken out of the module
         self.travelled: list[tuple[Weight, Home]] = []  # came from a device, and are to go back there
         self.moved_bytes = 0
         self.started = False
+        self.has_root = False  # whose entry begins a pass
         self.stale = False  # modules or parameters were registered since the last look
         self._key = next(device.keys)
         self._hook: Any = None
@@ -92,6 +101,7 @@ class MemoryManager:
             device.share = dataclasses.replace(device.share)
             device.set_budget(budget)
             device.join(self)
+            self.has_root = True
             device.pinning.limit = pin_limit
             self._adopt(progress)
             self.started = True
@@ -107,7 +117,7 @@ class MemoryManager:
     @torch.no_grad()
     def _adopt(self, progress: Progress) -> None:
         """Take in what is not managed yet. Whatever context this happens in, the tensors stay trainable."""
-        verdicts = judge(self.module, self.ignored, self.process_device)
+        verdicts = judge(self.module, self.ignored, self.process_device, trained=self.trained == "host")
         self.reasons.update({v.name: v.reason for v in verdicts if v.reason})
         fresh = self._open_homes([v.module for v in verdicts if not v.reason])
         if fresh:
@@ -161,6 +171,8 @@ class MemoryManager:
             self._let_go(manager)
             heir._manage(manager.module, number, weight, home)
             heir._install(manager.module)
+        self.stepped.discard(number)
+        heir._tell_training(number)
 
     def _open_homes(self, modules: list[nn.Module]) -> list[int]:
         numbers = []
@@ -201,9 +213,10 @@ class MemoryManager:
                     target = place.over(base, 0)
                     if place.segment.device.type != "cpu":
                         target.copy_(codes_of(place.parameter))
-                    place.parameter.data = target
+                    move(place.parameter, target)
             for manager in self.by_weight[number]:
                 manager.bind(number, home, weight.nbytes)
+            self._tell_training(number)
             done += weight.nbytes
             if done - trimmed >= TRIM_INTERVAL_BYTES or done == total:
                 trim()  # what the weights came from may be smaller than what the C library gives back by itself
@@ -284,6 +297,7 @@ class MemoryManager:
         self.device.engine.remove(number)
         self.device.numbers.discard(number)
         del self.weights[number]
+        self.stepped.discard(number)
         for manager in self.by_weight.pop(number):
             self._let_go(manager)
         self.homes.pop(number).retire()
@@ -379,6 +393,7 @@ class MemoryManager:
         for manager in self.by_weight[number]:
             manager.forget_home()
         del self.by_weight[number], self.weights[number]
+        self.stepped.discard(number)
         home = self.homes.pop(number)
         with contextlib.suppress(RuntimeError):
             self.device.engine.remove(number)
@@ -391,6 +406,25 @@ class MemoryManager:
             for number in self.weights:
                 self.device.engine.invalidate(number)
 
+    # ---- trained weights ----
+
+    def users_of(self, manager: LinearLayerMemoryManager) -> weakref.WeakSet[Any]:
+        """The graph nodes that give gradients to the parameters of this Linear's weight."""
+        return self.weights[manager.weight].users
+
+    def retrain(self, manager: LinearLayerMemoryManager) -> None:
+        """Parameters of this Linear began or ceased to require a gradient."""
+        self._tell_training(manager.weight)
+        if manager.path == "resident":  # its home is read in each pass from now on, or in none
+            with DeviceEngine.lock:
+                self.device.pin()
+
+    def _tell_training(self, number: int) -> None:
+        """The host steps what is trained: between passes, or at any moment where no root's entry begins them."""
+        trained = any(is_trained(linear) for linear in self.by_weight[number])
+        self.device.engine.set_trained(number, 0 if not trained else 1 if self.has_root else 2)
+        (self.stepped.add if trained else self.stepped.discard)(number)
+
     # ---- a step ----
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -399,6 +433,7 @@ class MemoryManager:
             with DeviceEngine.lock:
                 self._adopt_late_comers()
         training = torch.is_grad_enabled()
+        self.device.forget_trained()
         renew = self.device.engine.pass_begin(2 * self._key + training, training)
         if self.device.is_due() or renew or self.device.needs_layout():
             with DeviceEngine.lock:

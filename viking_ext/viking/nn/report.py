@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from viking.nn.attaching import managers_of
+from viking.nn.pinning import is_trained
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Stats:
     replans: int  # layouts after the first one
     demand_fetches: int  # copies that a use had to wait for from their start
     fetched_bytes: int  # host to device, in the last complete training pass
-    written_bytes: int  # device to host, likewise: 0 for frozen weights
+    written_bytes: int  # device to host, likewise: the gradients of weights that the host steps
     stall_ns: int  # that streams waited for copies, in the last pass that was measured (each 32nd)
     plan_ratio: float  # fetched_bytes over the least that any plan must fetch with this slab; 1.0 if nothing must
     weights: list[WeightStats] = field(default_factory=list, repr=False)
@@ -53,7 +54,8 @@ def stats(model: nn.Module) -> Stats:
     for manager in managers:
         for module, linear in manager.linears.items():
             if module in names:
-                weights.append(WeightStats(names[module], linear.nbytes, linear.path, _REASONS[linear.path]))
+                reason = "trained: stepped on the host" if is_trained(linear) else _REASONS[linear.path]
+                weights.append(WeightStats(names[module], linear.nbytes, linear.path, reason))
         for name, reason in manager.reasons.items():
             left = by_name[manager].get(name)
             if left is not None and left in names and "_layer_memory_manager" not in left.__dict__:

@@ -7,8 +7,10 @@ overlap in the home and on the device as they did before.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +38,14 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     scale = weight.scale if isinstance(weight, QuantizedWeight) else None
     return [tensor for tensor in (weight, scale, bias) if tensor is not None]
+
+
+def move(parameter: torch.Tensor, target: torch.Tensor) -> None:
+    """From now on its data is `target`; a gradient that it has moves along to the device."""
+    gradient = parameter.grad
+    parameter.data = target
+    if gradient is not None and gradient.device != target.device:
+        parameter.grad = gradient.to(target.device)
 
 
 @dataclass
@@ -78,6 +88,7 @@ class Weight:
     modules: list[nn.Module]
     segments: list[Segment]
     places: dict[int, Place] = field(default_factory=dict)  # by id of the Parameter
+    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # graph nodes that give it gradients
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +113,7 @@ class Weight:
                 continue
             if there is None:
                 there = base[segment.offset : segment.offset + segment.nbytes].to(device, copy=True)
-            place.parameter.data = place.over(there, -segment.offset)
+            move(place.parameter, place.over(there, -segment.offset))
 
 
 def spans_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
