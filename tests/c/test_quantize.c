@@ -53,7 +53,7 @@ static uint8_t nearest(double value, viking_quantize_format format)
         if (here < before || (here == before && code % 2 == 0))
             best = code;
     }
-    if (!signbit(value))
+    if (copysign(1.0, value) > 0)
         return best;
     return format == VIKING_QUANTIZE_INT8 ? (uint8_t)-best : (uint8_t)(best | 0x80);
 }
@@ -106,7 +106,7 @@ static void what_is_not_finite_is_saturated_kept_or_refused(void)
         CHECK_OK(viking_quantize_encode(&matrix, (viking_quantize_format)f, 1, codes, &scale, &error));
         CHECK(memcmp(codes, expected[f], 4) == 0);
         CHECK(scale == 6.0f / LARGEST[f]); /* of the finite ones */
-        CHECK(isfinite(error) && error < 0.01);
+        CHECK(error >= 0 && error < 0.01);
     }
     CHECK_OK(viking_quantize_encode(&matrix, VIKING_QUANTIZE_E5M2, 1, codes, NULL, &error));
     CHECK(codes[0] == 0x7b && codes[1] == 0xfb && codes[2] == 0x42 && codes[3] == 0xc6 && error == 0);
@@ -138,7 +138,7 @@ static void rows_of_zeros_and_of_tiny_numbers_have_a_sound_scale(void)
         CHECK_OK(viking_quantize_encode(&matrix, (viking_quantize_format)f, 1, codes, scales, &error));
         CHECK(scales[0] == 1.0f && scales[1] == 0x1p-126f && scales[2] >= 0x1p-126f);
         CHECK(codes[0] == 0 && (codes[1] & 0x7f) == 0);
-        CHECK(isfinite(error));
+        CHECK(error >= 0 && error <= 2);
     }
     matrix.rows = 0;
     CHECK_OK(viking_quantize_encode(&matrix, VIKING_QUANTIZE_INT8, 0, NULL, scales, &error));
