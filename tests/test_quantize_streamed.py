@@ -134,12 +134,11 @@ def test_casts_of_an_attached_8_bit_model_are_seen() -> None:
         viking.quantize_(model, "int8")
         if attached:
             viking.attach(model, "cpu", weights_budget=0, progress=False)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            results.append(model.to(dtype)(inputs(0, dtype)))
+        results += [model.to(dtype)(inputs(0, dtype)) for dtype in DTYPES]
         assert model.enter.weight_scale is model.enter.weight.scale
         assert model.enter.weight_scale.dtype == torch.float32
 
-    assert [y.dtype for y in results[:3]] == [torch.float32, torch.bfloat16, torch.float16]
+    assert tuple(y.dtype for y in results[:3]) == DTYPES
     assert all(torch.equal(a, b) for a, b in zip(results[:3], results[3:], strict=True))
 
 
