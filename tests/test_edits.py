@@ -14,7 +14,7 @@ import viking
 from support.models import Net, build
 from support.training import assert_same, inputs, train
 from viking import _engine
-from viking.nn import managing
+from viking.nn import managing, storage
 from viking.nn.device import DeviceEngine
 
 
@@ -249,7 +249,7 @@ def test_one_tied_weight_gets_the_gradients_of_both_its_uses() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize(("owner", "name"), [(managing, "Home"), (managing, "_tensor_over"),
+@pytest.mark.parametrize(("owner", "name"), [(storage, "Home"), (managing, "_tensor_over"),
                                              (DeviceEngine, "relayout"), (DeviceEngine, "pin")])  # fmt: skip
 def test_a_replaced_weight_that_could_not_be_brought_home_is_brought_by_the_next_step(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: type[BaseException]

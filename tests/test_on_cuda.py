@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import viking
 from viking.nn.budget import HEADROOM_BYTES
+from viking.nn.device import DeviceEngine
 
 pytestmark = [
     pytest.mark.cuda,
@@ -201,6 +202,43 @@ def test_what_is_streamed_is_pinned_and_nothing_else():
         assert linear.weight.is_pinned() == (linear._layer_memory_manager.path == "streamed")
     viking.detach(net)
     assert not any(block.narrow.linear.weight.is_pinned() for block in net.blocks)
+
+
+@pytest.mark.parametrize("pin", [False, "4MiB", "16MiB"], ids=["pageable", "staged", "some staged"])
+def test_what_is_not_pinned_is_streamed_through_the_window_bit_for_bit(pin):
+    expected = train(build().cuda())
+    net = viking.attach(build(), "cuda", weights_budget=0, pin=pin, progress=False)
+
+    found = train(net)
+
+    stats = viking.stats(net)
+    assert stats.staged_bytes > 0
+    assert (stats.pinned_bytes > 0) == (pin is not False)
+    assert same(found, expected)
+    viking.detach(net)
+
+
+def test_bandwidth_of_pinned_staged_and_pageable_copies_is_printed():
+    x = torch.randn(1, 8192, device="cuda", dtype=torch.bfloat16)
+    layers = [nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in range(16)]
+    for what, pin in [("pinned", "auto"), ("staged", "512MiB"), ("pageable", False)]:
+        net = viking.attach(nn.Sequential(*layers), "cuda", weights_budget=0, pin=pin, progress=False)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.no_grad():
+            for _ in range(4):
+                net(x)
+            torch.cuda.synchronize()
+            before = DeviceEngine.of(torch.device("cuda", torch.cuda.current_device())).engine.stats()
+            begin.record()
+            for _ in range(4):
+                net(x)
+            end.record()
+            torch.cuda.synchronize()
+        after = DeviceEngine.of(torch.device("cuda", torch.cuda.current_device())).engine.stats()
+        moved = after["total_fetched_bytes"] - before["total_fetched_bytes"]
+        print(f"{what}: {after['staged_bytes'] / 1e9:.2f} GB staged, {moved / begin.elapsed_time(end) / 1e6:.1f} GB/s")
+        assert moved > 0
+        viking.detach(net)
 
 
 def test_vram_is_kept_and_used():

@@ -72,6 +72,11 @@ typedef struct viking_backend_operations {
      * may wait. */
     viking_status (*copy)(viking_backend *self, viking_copy_direction direction, void *destination, const void *source,
                           size_t bytes, viking_stream stream);
+
+    /* Call function(argument) on a thread of the backend's once the stream gets there; what is queued behind it waits
+     * until it returns. It must call nothing of the backend and take no lock that is held while work is queued.
+     * UNSUPPORTED where the runtime is too old for it. */
+    viking_status (*host_call)(viking_backend *self, viking_stream stream, void (*function)(void *), void *argument);
 } viking_backend_operations;
 
 /* First member of every implementation's own struct; it counts what is open at present. */

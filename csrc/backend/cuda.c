@@ -282,6 +282,23 @@ static viking_status cuda_copy(viking_backend *self, viking_copy_direction direc
                    destination, source, bytes, to_device ? "host to device" : "device to host", (void *)stream);
 }
 
+static viking_status cuda_host_call(viking_backend *self, viking_stream stream, void (*function)(void *),
+                                    void *argument)
+{
+    const cuda *device = cuda_of(self);
+    if (!device->table.call.LaunchHostFunc)
+        return viking_status_fail(VIKING_ERROR_UNSUPPORTED,
+                                  "'%s' has no function cudaLaunchHostFunc: install a newer CUDA runtime",
+                                  device->table.library);
+    int previous;
+    viking_status status = enter_stream(device, stream, &previous);
+    if (status != VIKING_OK)
+        return status;
+    viking_cuda_result error = device->table.call.LaunchHostFunc(stream_of(stream), function, argument);
+    leave(device, previous);
+    return outcome(device, VIKING_ERROR_DEVICE, error, IN_GENERAL, "cudaLaunchHostFunc(stream %p)", (void *)stream);
+}
+
 /* ---- events ---- */
 
 static viking_status cuda_event_open(viking_backend *self, bool timed, viking_event **out)
@@ -394,6 +411,7 @@ static const viking_backend_operations operations = {
     .event_elapsed = cuda_event_elapsed,
     .stream_wait = cuda_stream_wait,
     .copy = cuda_copy,
+    .host_call = cuda_host_call,
 };
 
 static viking_status count_devices(const viking_cuda_table *table, int *out)

@@ -13,6 +13,11 @@ typedef int viking_cuda_result; /* an enum there; no value is negative */
 typedef int viking_cuda_copy_kind;
 typedef struct CUstream_st *viking_cuda_stream;
 typedef struct CUevent_st *viking_cuda_event;
+#ifdef _WIN32
+typedef void(__stdcall viking_cuda_host_function)(void *argument);
+#else
+typedef void viking_cuda_host_function(void *argument);
+#endif
 
 enum {
     VIKING_CUDA_SUCCESS = 0,
@@ -63,9 +68,15 @@ enum { VIKING_CUDA_HOST_REGISTER_DEFAULT = 0 };
     X(MemcpyAsync, viking_cuda_result,                                                                                 \
       (void *destination, const void *source, size_t bytes, viking_cuda_copy_kind kind, viking_cuda_stream stream))
 
+/* Those that Viking can do without; NULL where the runtime has none. */
+#define VIKING_CUDA_OPTIONAL_FUNCTIONS(X)                                                                              \
+    X(LaunchHostFunc, viking_cuda_result,                                                                              \
+      (viking_cuda_stream stream, viking_cuda_host_function * function, void *argument))
+
 typedef struct viking_cuda_functions {
 #define VIKING_CUDA_FIELD(name, result, parameters) result(*name) parameters;
     VIKING_CUDA_FUNCTIONS(VIKING_CUDA_FIELD)
+    VIKING_CUDA_OPTIONAL_FUNCTIONS(VIKING_CUDA_FIELD)
 #undef VIKING_CUDA_FIELD
 } viking_cuda_functions;
 

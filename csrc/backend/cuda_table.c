@@ -32,6 +32,10 @@ static viking_status fill(viking_library *library, const char *name, viking_cuda
         missing = "cuda" #function;
     VIKING_CUDA_FUNCTIONS(RESOLVE)
 #undef RESOLVE
+#define RESOLVE_IF_THERE(function, result, parameters)                                                                 \
+    (void)resolve(library, "cuda" #function, &out->call.function, sizeof out->call.function);
+    VIKING_CUDA_OPTIONAL_FUNCTIONS(RESOLVE_IF_THERE)
+#undef RESOLVE_IF_THERE
     if (missing) {
         viking_library_close(library);
         return viking_status_fail(VIKING_ERROR_UNSUPPORTED,

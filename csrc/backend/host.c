@@ -1,15 +1,7 @@
 /* A device made of threads.
  *
- * One mutex guards everything but the bytes themselves. A stream is a worker thread with a queue; nothing is held
- * while an item runs. Recording an event makes a fresh *moment*, a flag that the record sets when the stream gets
- * there; a wait takes hold of the moment that is the event's latest when the wait is queued. So recording again
- * cannot touch an earlier wait, records on different streams may be reached in any order, and an event may be
- * closed while its records and waits are still queued. A moment exists before anything can wait for it, hence waits
- * cannot form a circle.
- *
- * Paced copies keep two clocks. The clock of the wall is late by what the scheduler adds to each sleep; the stream's
- * own clock says when its work would have ended on a device that keeps its pace, and the next copy starts from there.
- * Many small copies thus take as long together as one large one. The link of each direction is shared by all streams.
+ * Its streams (host_stream.h) run their queues beside each other; an event is the latest moment that was recorded for
+ * it. One mutex, that of the streams, guards everything here.
  */
 #include "host.h"
 
@@ -18,76 +10,21 @@
 
 #include "../base/os.h"
 #include "host_memory.h"
-
-/* A sleep returns late by about this much, so the end of a wait is spun. */
-#define SPIN_NS 70000u
-
-/* How far a stream's own clock may stay behind the wall's: a machine that cannot keep the pace does not collect a
- * debt that it would pay back by copying too fast later. */
-#define LARGEST_LAG_NS 2000000u
-
-typedef struct moment {
-    unsigned references;
-    unsigned waiting; /* threads: nobody is woken in vain */
-    bool reached;
-    uint64_t reached_ns; /* only if timed */
-} moment;
+#include "host_stream.h"
 
 struct viking_event {
     bool timed;
-    moment *latest; /* NULL: never recorded */
+    viking_host_moment *latest; /* NULL: never recorded */
 };
 
-typedef enum item_kind { ITEM_COPY, ITEM_RECORD, ITEM_WAIT, ITEM_LAUNCH } item_kind;
-
-typedef struct item {
-    struct item *next;
-    item_kind kind;
-    bool timed; /* record */
-    moment *moment; /* record, wait: one reference */
-    uint64_t queued_ns; /* copy, only if paced */
-    viking_copy_direction direction;
-    void *destination;
-    const void *source;
-    size_t bytes;
-    void (*body)(void *);
-    void *argument;
-} item;
-
-typedef struct host host;
-
-struct viking_stream_tag {
-    host *device;
-    struct viking_stream_tag *next;
-    viking_thread *thread;
-    viking_condition *work; /* something was queued, or the stream closes */
-    item *head;
-    item **tail;
-    bool idle; /* the worker waits for `work` */
-    bool closing;
-    /* The worker's own. */
-    uint64_t random;
-    uint64_t clock_ns; /* when the work so far would have ended at the exact pace */
-};
-
-struct host {
+typedef struct host {
     viking_backend base;
-    viking_host_options options;
-    viking_mutex *mutex;
-    viking_condition *progress; /* a moment that a thread waits for is reached */
-    struct viking_stream_tag *streams;
-    uint64_t stream_count; /* ever opened */
+    viking_host_streams streams;
     viking_host_memory memory;
-    uint64_t link_free_ns[2]; /* per direction, when the copies so far would have left the link */
     uint64_t calls;
     uint64_t fail_in; /* 0: no fault is due */
     viking_status fail_code;
-};
-
-static uint64_t later(uint64_t a, uint64_t b)
-{
-    return a > b ? a : b;
-}
+} host;
 
 /* ---- entering a call ---- */
 
@@ -95,7 +32,7 @@ static uint64_t later(uint64_t a, uint64_t b)
 static host *enter(viking_backend *self)
 {
     host *device = (host *)self;
-    viking_mutex_lock(device->mutex);
+    viking_mutex_lock(device->streams.mutex);
     device->calls++;
     return device;
 }
@@ -109,197 +46,11 @@ static viking_status enter_fallible(viking_backend *self, const char *call, host
         return VIKING_OK;
     viking_status code = device->fail_code;
     unsigned long long number = device->calls;
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return viking_status_fail(code, "host backend: %s, call %llu, fails because a test asked for it", call, number);
 }
 
-static viking_status no_memory(const char *call)
-{
-    return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "host backend: no memory for the bookkeeping of %s", call);
-}
-
-/* ---- moments; with the mutex held ---- */
-
-static void moment_drop(moment *self)
-{
-    if (self && --self->references == 0)
-        free(self);
-}
-
-static void moment_reach(host *device, moment *self, bool timed)
-{
-    self->reached_ns = timed ? viking_os_clock_ns() : 0;
-    self->reached = true;
-    if (self->waiting)
-        viking_condition_broadcast(device->progress);
-}
-
-/* Lets go of the mutex while it waits; the caller has a reference. */
-static void moment_await(host *device, moment *self)
-{
-    self->waiting++;
-    while (!self->reached)
-        viking_condition_wait(device->progress, device->mutex);
-    self->waiting--;
-}
-
-/* ---- time ---- */
-
-static void pause_until(uint64_t deadline_ns)
-{
-    uint64_t now = viking_os_clock_ns();
-    if (deadline_ns > now + SPIN_NS)
-        viking_os_sleep_ns(deadline_ns - now - SPIN_NS);
-    while (viking_os_clock_ns() < deadline_ns) {
-    }
-}
-
-/* splitmix64 */
-static uint64_t draw(uint64_t *state)
-{
-    uint64_t z = *state += 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
-static uint64_t transfer_ns(const host *device, size_t bytes)
-{
-    return (uint64_t)((double)bytes * 1e9 / (double)device->options.bytes_per_second);
-}
-
-/* Copy at the pace of the link, from `ready_ns` on; returns when the copy would have ended on an exact device. The
- * first half of the bytes lands when the copy begins and the second when it ends, so that whoever uses the
- * destination without waiting finds it torn, and whoever reuses it too early loses bytes. */
-static uint64_t copy_paced(host *device, viking_copy_direction direction, void *destination, const void *source,
-                           size_t bytes, uint64_t ready_ns)
-{
-    viking_mutex_lock(device->mutex);
-    uint64_t *link = &device->link_free_ns[direction == VIKING_COPY_TO_DEVICE ? 0 : 1];
-    uint64_t begin = later(ready_ns, *link);
-    uint64_t end = begin + transfer_ns(device, bytes);
-    *link = end;
-    viking_mutex_unlock(device->mutex);
-
-    uint64_t now = viking_os_clock_ns();
-    if (begin > now) {
-        pause_until(begin);
-        now = viking_os_clock_ns();
-    }
-    size_t half = bytes / 2;
-    memcpy(destination, source, half);
-    uint64_t half_ns = viking_os_clock_ns() - now;
-    pause_until(end > half_ns ? end - half_ns : 0);
-    memcpy((char *)destination + half, (const char *)source + half, bytes - half);
-    pause_until(end);
-
-    now = viking_os_clock_ns();
-    if (now > end + LARGEST_LAG_NS) {
-        end = now - LARGEST_LAG_NS;
-        viking_mutex_lock(device->mutex);
-        *link = later(*link, end);
-        viking_mutex_unlock(device->mutex);
-    }
-    return end;
-}
-
 /* ---- streams ---- */
-
-static void run(struct viking_stream_tag *stream, item *it)
-{
-    host *device = stream->device;
-    if (device->options.delay_ns) {
-        pause_until(viking_os_clock_ns() + draw(&stream->random) % device->options.delay_ns);
-        stream->clock_ns = viking_os_clock_ns();
-    }
-    switch (it->kind) {
-    case ITEM_COPY:
-        if (device->options.bytes_per_second) {
-            stream->clock_ns = copy_paced(device, it->direction, it->destination, it->source, it->bytes,
-                                          later(stream->clock_ns, it->queued_ns));
-        } else {
-            memcpy(it->destination, it->source, it->bytes);
-        }
-        break;
-    case ITEM_RECORD:
-        viking_mutex_lock(device->mutex);
-        moment_reach(device, it->moment, it->timed);
-        viking_mutex_unlock(device->mutex);
-        break;
-    case ITEM_WAIT:
-        viking_mutex_lock(device->mutex);
-        if (!it->moment->reached) {
-            moment_await(device, it->moment);
-            stream->clock_ns = viking_os_clock_ns();
-        }
-        viking_mutex_unlock(device->mutex);
-        break;
-    case ITEM_LAUNCH:
-        it->body(it->argument);
-        stream->clock_ns = viking_os_clock_ns();
-        break;
-    }
-}
-
-static void work(void *argument)
-{
-    struct viking_stream_tag *stream = argument;
-    host *device = stream->device;
-    viking_mutex_lock(device->mutex);
-    for (;;) {
-        stream->idle = true;
-        while (!stream->head && !stream->closing)
-            viking_condition_wait(stream->work, device->mutex);
-        stream->idle = false;
-        item *it = stream->head;
-        if (!it)
-            break;
-        stream->head = it->next;
-        if (!stream->head)
-            stream->tail = &stream->head;
-        viking_mutex_unlock(device->mutex);
-        run(stream, it);
-        viking_mutex_lock(device->mutex);
-        moment_drop(it->moment);
-        free(it);
-    }
-    viking_mutex_unlock(device->mutex);
-}
-
-/* With the mutex held. Takes `it`, and its reference to a moment. */
-static void queue(struct viking_stream_tag *stream, item *it)
-{
-    *stream->tail = it;
-    stream->tail = &it->next;
-    if (stream->idle)
-        viking_condition_broadcast(stream->work);
-}
-
-/* With the mutex held. Make a moment and queue its record (on VIKING_STREAM_CALLER it is reached at once); the caller
- * owns one reference. */
-static viking_status queue_record(host *device, viking_stream stream, bool timed, const char *call, moment **out)
-{
-    moment *fresh = calloc(1, sizeof *fresh);
-    item *it = calloc(1, sizeof *it);
-    if (!fresh || !it) {
-        free(fresh);
-        free(it);
-        return no_memory(call);
-    }
-    fresh->references = 1;
-    if (stream == VIKING_STREAM_CALLER) {
-        free(it);
-        moment_reach(device, fresh, timed);
-    } else {
-        it->kind = ITEM_RECORD;
-        it->timed = timed;
-        it->moment = fresh;
-        fresh->references++;
-        queue(stream, it);
-    }
-    *out = fresh;
-    return VIKING_OK;
-}
 
 static viking_status host_stream_open(viking_backend *self, viking_stream *out)
 {
@@ -307,58 +58,21 @@ static viking_status host_stream_open(viking_backend *self, viking_stream *out)
     viking_status status = enter_fallible(self, "stream_open", &device);
     if (status != VIKING_OK)
         return status;
-    uint64_t number = ++device->stream_count;
-    viking_mutex_unlock(device->mutex);
-
-    struct viking_stream_tag *stream = calloc(1, sizeof *stream);
-    if (!stream)
-        return no_memory("stream_open");
-    stream->device = device;
-    stream->tail = &stream->head;
-    stream->random = device->options.seed * 0xd1342543de82ef95u + number;
-    status = viking_condition_open(&stream->work);
-    if (status != VIKING_OK)
-        goto fail;
-    status = viking_thread_start(work, stream, &stream->thread);
-    if (status != VIKING_OK)
-        goto fail;
-    viking_mutex_lock(device->mutex);
-    stream->next = device->streams;
-    device->streams = stream;
-    viking_mutex_unlock(device->mutex);
-    self->streams++;
-    *out = stream;
-    return VIKING_OK;
-
-fail:
-    viking_condition_close(stream->work);
-    free(stream);
+    viking_mutex_unlock(device->streams.mutex);
+    status = viking_host_stream_start(&device->streams, out);
+    if (status == VIKING_OK)
+        self->streams++;
     return status;
-}
-
-/* With the mutex held, and free again at the end. */
-static void stream_end(host *device, struct viking_stream_tag *stream)
-{
-    struct viking_stream_tag **link = &device->streams;
-    while (*link != stream)
-        link = &(*link)->next;
-    *link = stream->next;
-    stream->closing = true;
-    viking_condition_broadcast(stream->work);
-    viking_mutex_unlock(device->mutex);
-    viking_thread_join(stream->thread);
-    viking_condition_close(stream->work);
-    free(stream);
 }
 
 static void host_stream_close(viking_backend *self, viking_stream stream)
 {
     host *device = enter(self);
     if (stream == VIKING_STREAM_CALLER) {
-        viking_mutex_unlock(device->mutex);
+        viking_mutex_unlock(device->streams.mutex);
         return;
     }
-    stream_end(device, stream);
+    viking_host_stream_end(&device->streams, stream);
     self->streams--;
 }
 
@@ -370,14 +84,14 @@ static viking_status host_stream_drain(viking_backend *self, viking_stream strea
     if (status != VIKING_OK)
         return status;
     if (stream != VIKING_STREAM_CALLER) {
-        moment *end = NULL;
-        status = queue_record(device, stream, false, "stream_drain", &end);
+        viking_host_moment *end = NULL;
+        status = viking_host_record(&device->streams, stream, false, "stream_drain", &end);
         if (status == VIKING_OK) {
-            moment_await(device, end);
-            moment_drop(end);
+            viking_host_moment_await(&device->streams, end);
+            viking_host_moment_drop(end);
         }
     }
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return status;
 }
 
@@ -389,10 +103,10 @@ static viking_status host_event_open(viking_backend *self, bool timed, viking_ev
     viking_status status = enter_fallible(self, "event_open", &device);
     if (status != VIKING_OK)
         return status;
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     viking_event *event = calloc(1, sizeof *event);
     if (!event)
-        return no_memory("event_open");
+        return viking_host_no_memory("event_open");
     event->timed = timed;
     self->events++;
     *out = event;
@@ -403,10 +117,10 @@ static void host_event_close(viking_backend *self, viking_event *event)
 {
     host *device = enter(self);
     if (event) {
-        moment_drop(event->latest);
+        viking_host_moment_drop(event->latest);
         self->events--;
     }
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     free(event);
 }
 
@@ -416,13 +130,13 @@ static viking_status host_event_record(viking_backend *self, viking_event *event
     viking_status status = enter_fallible(self, "event_record", &device);
     if (status != VIKING_OK)
         return status;
-    moment *fresh = NULL;
-    status = queue_record(device, stream, event->timed, "event_record", &fresh);
+    viking_host_moment *fresh = NULL;
+    status = viking_host_record(&device->streams, stream, event->timed, "event_record", &fresh);
     if (status == VIKING_OK) {
-        moment_drop(event->latest);
+        viking_host_moment_drop(event->latest);
         event->latest = fresh;
     }
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return status;
 }
 
@@ -433,18 +147,18 @@ static viking_status host_event_reached(viking_backend *self, viking_event *even
     if (status != VIKING_OK)
         return status;
     *out = !event->latest || event->latest->reached;
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return VIKING_OK;
 }
 
 /* With the mutex held, which is let go of while waiting. */
 static void await_latest(host *device, const viking_event *event)
 {
-    moment *latest = event->latest;
+    viking_host_moment *latest = event->latest;
     if (latest) {
         latest->references++;
-        moment_await(device, latest);
-        moment_drop(latest);
+        viking_host_moment_await(&device->streams, latest);
+        viking_host_moment_drop(latest);
     }
 }
 
@@ -455,7 +169,7 @@ static viking_status host_event_drain(viking_backend *self, viking_event *event)
     if (status != VIKING_OK)
         return status;
     await_latest(device, event);
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return VIKING_OK;
 }
 
@@ -475,7 +189,7 @@ static viking_status host_event_elapsed(viking_backend *self, viking_event *from
         uint64_t end = to->latest->reached_ns;
         *out_ns = end > begin ? end - begin : 0;
     }
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return status;
 }
 
@@ -488,17 +202,17 @@ static viking_status host_stream_wait(viking_backend *self, viking_stream stream
     if (stream == VIKING_STREAM_CALLER) {
         await_latest(device, event);
     } else if (event->latest) {
-        item *it = calloc(1, sizeof *it);
+        viking_host_item *it = calloc(1, sizeof *it);
         if (it) {
-            it->kind = ITEM_WAIT;
+            it->kind = VIKING_HOST_WAIT;
             it->moment = event->latest;
             it->moment->references++;
-            queue(stream, it);
+            viking_host_queue(stream, it);
         } else {
-            status = no_memory("stream_wait");
+            status = viking_host_no_memory("stream_wait");
         }
     }
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return status;
 }
 
@@ -511,48 +225,60 @@ static viking_status host_copy(viking_backend *self, viking_copy_direction direc
     viking_status status = enter_fallible(self, "copy", &device);
     if (status != VIKING_OK)
         return status;
-    bool paced = device->options.bytes_per_second != 0;
     if (stream == VIKING_STREAM_CALLER) {
-        viking_mutex_unlock(device->mutex);
-        if (paced)
-            copy_paced(device, direction, destination, source, bytes, viking_os_clock_ns());
-        else
-            memcpy(destination, source, bytes);
+        viking_mutex_unlock(device->streams.mutex);
+        viking_host_copy_now(&device->streams, direction, destination, source, bytes, viking_os_clock_ns());
         return VIKING_OK;
     }
-    item *it = calloc(1, sizeof *it);
+    viking_host_item *it = calloc(1, sizeof *it);
     if (it) {
-        it->kind = ITEM_COPY;
-        it->queued_ns = paced ? viking_os_clock_ns() : 0;
+        it->kind = VIKING_HOST_COPY;
+        it->queued_ns = device->streams.bytes_per_second ? viking_os_clock_ns() : 0;
         it->direction = direction;
         it->destination = destination;
         it->source = source;
         it->bytes = bytes;
-        queue(stream, it);
+        viking_host_queue(stream, it);
     } else {
-        status = no_memory("copy");
+        status = viking_host_no_memory("copy");
     }
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return status;
+}
+
+/* With the mutex held, which is free at the end. */
+static viking_status call_on(host *device, viking_stream stream, void (*function)(void *), void *argument,
+                             const char *call)
+{
+    viking_status status = VIKING_OK;
+    viking_host_item *it = stream == VIKING_STREAM_CALLER ? NULL : calloc(1, sizeof *it);
+    if (it) {
+        it->kind = VIKING_HOST_CALL;
+        it->body = function;
+        it->argument = argument;
+        viking_host_queue(stream, it);
+    } else if (stream != VIKING_STREAM_CALLER) {
+        status = viking_host_no_memory(call);
+    }
+    viking_mutex_unlock(device->streams.mutex);
+    if (stream == VIKING_STREAM_CALLER)
+        function(argument);
+    return status;
+}
+
+static viking_status host_host_call(viking_backend *self, viking_stream stream, void (*function)(void *),
+                                    void *argument)
+{
+    host *device;
+    viking_status status = enter_fallible(self, "host_call", &device);
+    return status == VIKING_OK ? call_on(device, stream, function, argument, "host_call") : status;
 }
 
 viking_status viking_host_launch(viking_backend *self, viking_stream stream, void (*body)(void *), void *argument)
 {
-    if (stream == VIKING_STREAM_CALLER) {
-        body(argument);
-        return VIKING_OK;
-    }
-    item *it = calloc(1, sizeof *it);
-    if (!it)
-        return no_memory("viking_host_launch");
-    it->kind = ITEM_LAUNCH;
-    it->body = body;
-    it->argument = argument;
     host *device = (host *)self;
-    viking_mutex_lock(device->mutex);
-    queue(stream, it);
-    viking_mutex_unlock(device->mutex);
-    return VIKING_OK;
+    viking_mutex_lock(device->streams.mutex);
+    return call_on(device, stream, body, argument, "viking_host_launch");
 }
 
 /* ---- memory ---- */
@@ -565,7 +291,7 @@ static viking_status host_memory(viking_backend *self, size_t *free_bytes, size_
         return status;
     *total_bytes = (size_t)device->memory.total_bytes;
     *free_bytes = (size_t)(device->memory.total_bytes - device->memory.allocated_bytes);
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return VIKING_OK;
 }
 
@@ -576,7 +302,7 @@ static viking_status host_allocate(viking_backend *self, size_t bytes, void **ou
     if (status != VIKING_OK)
         return status;
     status = viking_host_memory_allocate(&device->memory, bytes, out);
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return status;
 }
 
@@ -584,7 +310,7 @@ static void host_release(viking_backend *self, void *address)
 {
     host *device = enter(self);
     viking_host_memory_release(&device->memory, address);
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
 }
 
 static viking_status host_pin(viking_backend *self, void *address, size_t bytes)
@@ -595,7 +321,7 @@ static viking_status host_pin(viking_backend *self, void *address, size_t bytes)
         return status;
     status = viking_host_memory_pin(&device->memory, address, bytes);
     self->pins += status == VIKING_OK;
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return status;
 }
 
@@ -607,7 +333,7 @@ static viking_status host_unpin(viking_backend *self, void *address)
         return status;
     status = viking_host_memory_unpin(&device->memory, address);
     self->pins -= status == VIKING_OK;
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return status;
 }
 
@@ -615,15 +341,9 @@ static viking_status host_unpin(viking_backend *self, void *address)
 
 static void host_close(viking_backend *self)
 {
-    host *device = enter(self);
-    while (device->streams) {
-        stream_end(device, device->streams);
-        viking_mutex_lock(device->mutex);
-    }
-    viking_mutex_unlock(device->mutex);
+    host *device = (host *)self;
+    viking_host_streams_close(&device->streams);
     viking_host_memory_free(&device->memory);
-    viking_condition_close(device->progress);
-    viking_mutex_close(device->mutex);
     free(device);
 }
 
@@ -647,26 +367,27 @@ static const viking_backend_operations operations = {
     .event_elapsed = host_event_elapsed,
     .stream_wait = host_stream_wait,
     .copy = host_copy,
+    .host_call = host_host_call,
 };
 
 viking_status viking_host_open(const viking_host_options *options, viking_backend **out)
 {
+    static const viking_host_options none = {0};
+    options = options ? options : &none;
     host *device = calloc(1, sizeof *device);
     if (!device)
-        return no_memory("viking_host_open");
+        return viking_host_no_memory("viking_host_open");
     device->base.operations = &operations;
-    if (options)
-        device->options = *options;
+    device->streams.bytes_per_second = options->bytes_per_second;
+    device->streams.delay_ns = options->delay_ns;
+    device->streams.seed = options->seed;
     uint64_t machine_bytes = viking_os_memory_bytes();
-    device->memory.pin_limit_bytes = device->options.pin_limit_bytes;
-    device->memory.total_bytes = device->options.memory_bytes ? device->options.memory_bytes
-                                 : machine_bytes              ? machine_bytes
-                                                              : SIZE_MAX;
-    viking_status status = viking_mutex_open(&device->mutex);
-    if (status == VIKING_OK)
-        status = viking_condition_open(&device->progress);
+    device->memory.pin_limit_bytes = options->pin_limit_bytes;
+    device->memory.total_bytes = options->memory_bytes ? options->memory_bytes
+                                 : machine_bytes       ? machine_bytes
+                                                       : SIZE_MAX;
+    viking_status status = viking_host_streams_open(&device->streams);
     if (status != VIKING_OK) {
-        viking_mutex_close(device->mutex);
         free(device);
         return status;
     }
@@ -677,26 +398,26 @@ viking_status viking_host_open(const viking_host_options *options, viking_backen
 uint64_t viking_host_calls(const viking_backend *self)
 {
     const host *device = (const host *)self;
-    viking_mutex_lock(device->mutex);
+    viking_mutex_lock(device->streams.mutex);
     uint64_t calls = device->calls;
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return calls;
 }
 
 void viking_host_fail_at(viking_backend *self, uint64_t n, viking_status code)
 {
     host *device = (host *)self;
-    viking_mutex_lock(device->mutex);
+    viking_mutex_lock(device->streams.mutex);
     device->fail_in = n;
     device->fail_code = code;
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
 }
 
 uint64_t viking_host_pinned_bytes(const viking_backend *self)
 {
     const host *device = (const host *)self;
-    viking_mutex_lock(device->mutex);
+    viking_mutex_lock(device->streams.mutex);
     uint64_t bytes = device->memory.pinned_bytes;
-    viking_mutex_unlock(device->mutex);
+    viking_mutex_unlock(device->streams.mutex);
     return bytes;
 }

@@ -19,6 +19,14 @@ size_t viking_os_page_bytes(void);
 /* The machine's memory; 0 where the system does not tell. */
 uint64_t viking_os_memory_bytes(void);
 
+typedef struct viking_os_range {
+    uintptr_t begin, end;
+} viking_os_range;
+
+/* The parts of this process's memory that are mapped from files, in order, neighbours as one: *out_ranges is allocated
+ * with malloc, the caller frees. Devices' memory does not count. None where the system does not tell. */
+viking_status viking_os_file_ranges(viking_os_range **out_ranges, size_t *out_count);
+
 /* Map `bytes` (> 0) of zeroed, untouched, private memory, page aligned, with advice to use huge pages where the
  * system takes it. Release with viking_os_unmap and the same size. */
 viking_status viking_os_map(size_t bytes, void **out);

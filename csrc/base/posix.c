@@ -41,6 +41,61 @@ uint64_t viking_os_memory_bytes(void)
 #endif
 }
 
+#ifdef __linux__
+/* A line of /proc/self/maps names a file, and not a device, whose memory may be a driver's own. */
+static bool reads_file_range(const char *line, viking_os_range *out)
+{
+    unsigned long long begin = 0, end = 0, inode = 0;
+    int path = 0;
+    if (sscanf(line, "%llx-%llx %*s %*s %*s %llu %n", &begin, &end, &inode, &path) != 3 || inode == 0)
+        return false;
+    const char *name = line + path;
+    *out = (viking_os_range){.begin = (uintptr_t)begin, .end = (uintptr_t)end};
+    bool device = strncmp(name, "/dev/", 5) == 0 && strncmp(name, "/dev/shm/", 9) != 0;
+    return name[0] == '/' && !device && strncmp(name, "/memfd:", 7) != 0;
+}
+#endif
+
+viking_status viking_os_file_ranges(viking_os_range **out_ranges, size_t *out_count)
+{
+    *out_ranges = NULL;
+    *out_count = 0;
+#ifdef __linux__
+    char line[512];
+    size_t capacity = 0, count = 0;
+    viking_os_range *ranges = NULL, range;
+    bool fresh = true; /* this is the beginning of a line, and not the rest of one with a long name */
+    FILE *file = fopen("/proc/self/maps", "re");
+    if (!file)
+        return VIKING_OK;
+    while (fgets(line, sizeof line, file)) {
+        bool begins = fresh;
+        fresh = strchr(line, '\n') != NULL;
+        if (!begins || !reads_file_range(line, &range))
+            continue;
+        if (count > 0 && ranges[count - 1].end == range.begin) {
+            ranges[count - 1].end = range.end;
+            continue;
+        }
+        if (count == capacity) {
+            capacity = capacity == 0 ? 64 : 2 * capacity;
+            viking_os_range *larger = realloc(ranges, capacity * sizeof *ranges);
+            if (!larger) {
+                free(ranges);
+                fclose(file);
+                return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no host memory for %zu ranges", capacity);
+            }
+            ranges = larger;
+        }
+        ranges[count++] = range;
+    }
+    fclose(file);
+    *out_ranges = ranges;
+    *out_count = count;
+#endif
+    return VIKING_OK;
+}
+
 viking_status viking_os_map(size_t bytes, void **out)
 {
     *out = NULL;

@@ -81,6 +81,36 @@ uint64_t viking_os_memory_bytes(void)
     return GlobalMemoryStatusEx(&memory) ? memory.ullTotalPhys : 0;
 }
 
+viking_status viking_os_file_ranges(viking_os_range **out_ranges, size_t *out_count)
+{
+    size_t capacity = 0, count = 0;
+    viking_os_range *ranges = NULL;
+    MEMORY_BASIC_INFORMATION part;
+    for (const char *next = NULL; VirtualQuery(next, &part, sizeof part) == sizeof part; next += part.RegionSize) {
+        next = part.BaseAddress;
+        if (part.State != MEM_COMMIT || part.Type != MEM_MAPPED)
+            continue;
+        uintptr_t begin = (uintptr_t)part.BaseAddress;
+        if (count > 0 && ranges[count - 1].end == begin) {
+            ranges[count - 1].end += part.RegionSize;
+            continue;
+        }
+        if (count == capacity) {
+            capacity = capacity == 0 ? 64 : 2 * capacity;
+            viking_os_range *larger = realloc(ranges, capacity * sizeof *ranges);
+            if (!larger) {
+                free(ranges);
+                return no_memory_for("the list of mapped files");
+            }
+            ranges = larger;
+        }
+        ranges[count++] = (viking_os_range){.begin = begin, .end = begin + part.RegionSize};
+    }
+    *out_ranges = ranges;
+    *out_count = count;
+    return VIKING_OK;
+}
+
 viking_status viking_os_map(size_t bytes, void **out)
 {
     *out = NULL;

@@ -2,17 +2,7 @@
 
 #include <string.h>
 
-/* As in queue.c: builds for the mutation test leave one fence out. */
-#ifdef VIKING_DROP_FENCE
-static bool dropped(int fence)
-{
-    return VIKING_DROP_FENCE == fence;
-}
-#else
-#define dropped(fence) false
-#endif
-
-enum { FENCE_COMPUTED = 5, FENCE_REUSE = 6, FENCE_ARRIVED = 7 };
+#include "dropped.h"
 
 viking_status viking_downloads_open(viking_downloads *downloads, viking_backend *backend)
 {
@@ -69,7 +59,7 @@ static viking_status copy(viking_downloads *downloads, void *destination, const 
     const viking_backend_operations *ops = downloads->backend->operations;
     viking_event *arrived = downloads->arrived[(downloads->queued + 1) % VIKING_DOWNLOAD_EVENTS];
     viking_status status = ops->event_record(downloads->backend, downloads->computed, stream);
-    if (status == VIKING_OK && !dropped(FENCE_COMPUTED))
+    if (status == VIKING_OK && !viking_dropped(VIKING_FENCE_COMPUTED))
         status = ops->stream_wait(downloads->backend, downloads->stream, downloads->computed);
     if (status == VIKING_OK)
         status = ops->copy(downloads->backend, VIKING_COPY_TO_HOST, destination, source, bytes, downloads->stream);
@@ -108,7 +98,7 @@ static viking_event *event_of(viking_downloads *downloads, uint64_t ticket)
 viking_status viking_downloads_await(viking_downloads *downloads, uint64_t ticket)
 {
     viking_event *arrived = event_of(downloads, ticket);
-    if (arrived == NULL || dropped(FENCE_ARRIVED))
+    if (arrived == NULL || viking_dropped(VIKING_FENCE_ARRIVED))
         return VIKING_OK;
     return downloads->backend->operations->event_drain(downloads->backend, arrived);
 }
@@ -116,7 +106,7 @@ viking_status viking_downloads_await(viking_downloads *downloads, uint64_t ticke
 viking_status viking_downloads_release(viking_downloads *downloads, uint64_t ticket, viking_stream stream)
 {
     viking_event *arrived = event_of(downloads, ticket);
-    if (arrived == NULL || dropped(FENCE_REUSE))
+    if (arrived == NULL || viking_dropped(VIKING_FENCE_REUSE))
         return VIKING_OK;
     return downloads->backend->operations->stream_wait(downloads->backend, stream, arrived);
 }

@@ -11,9 +11,9 @@
  *
  * Threads: every function may be called from any thread; one lock covers the engine (see csrc/README.md for the
  * order of locks). On a backend with caller_blocks, acquire may wait for a copy; elsewhere only a copy from pageable
- * memory makes it wait (viking_engine_may_block). A stream on which uses were released must live until a use on another
- * stream has begun, or until the engine is closed: its fence may be recorded as late as that. After a fork, the child
- * gets STATE from all of them.
+ * memory without a window makes it wait (viking_engine_may_block). A stream on which uses were released must live until
+ * a use on another stream has begun, or until the engine is closed: its fence may be recorded as late as that. After a
+ * fork, the child gets STATE from all of them.
  */
 #ifndef VIKING_CORE_ENGINE_H
 #define VIKING_CORE_ENGINE_H
@@ -88,6 +88,15 @@ viking_status viking_engine_pin(viking_engine *engine, uint32_t weight);
 /* Unpin, whatever the weight is. */
 viking_status viking_engine_unpin(viking_engine *engine, uint32_t weight);
 
+/* Copies from pageable homes go through a pinned window of about `bytes` from now on, so that they make nobody wait; 0:
+ * straight from the home. Replaces the window of before. The error of the backend where it refuses; there is no window
+ * then. */
+viking_status viking_engine_use_window(viking_engine *engine, uint64_t bytes);
+
+/* Another home of the same size, which holds the same bytes, for a weight; the one before is unpinned, and nothing reads
+ * it any more. */
+viking_status viking_engine_rehome(viking_engine *engine, uint32_t weight, viking_home *home);
+
 /* ---- a step ---- */
 
 /* `key` names the root module and the grad mode. *out_stale: a path became known that is clearly longer than
@@ -134,7 +143,8 @@ typedef struct viking_engine_stats {
     uint64_t ring_bytes;
     uint64_t resident_bytes;
     uint64_t streamed_bytes;
-    uint64_t pinned_bytes; /* locked pages */
+    uint64_t pinned_bytes; /* locked pages, the window's among them */
+    uint64_t window_bytes;
     uint64_t staged_bytes; /* streamed from pageable memory */
     uint64_t passes; /* complete ones */
     uint64_t steps; /* complete ones in training */

@@ -426,3 +426,38 @@ viking_status viking_engine_unpin(viking_engine *engine, uint32_t weight)
     viking_engine_leave(engine);
     return status;
 }
+
+viking_status viking_engine_use_window(viking_engine *engine, uint64_t bytes)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = viking_queue_drain_copies(&engine->queue);
+    if (status == VIKING_OK)
+        status = viking_staging_close_window(&engine->queue.staging);
+    if (status == VIKING_OK && bytes > 0)
+        status = viking_staging_open_window(&engine->queue.staging, bytes);
+    viking_engine_update_may_block(engine);
+    viking_engine_leave(engine);
+    return status;
+}
+
+viking_status viking_engine_rehome(viking_engine *engine, uint32_t weight, viking_home *home)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = viking_engine_known(engine, weight);
+    if (status == VIKING_OK && home->bytes != engine->weights[weight].home->bytes)
+        status = viking_status_fail(VIKING_ERROR_INVALID, "a home of %zu bytes cannot take the place of one of %zu",
+                                    home->bytes, engine->weights[weight].home->bytes);
+    if (status == VIKING_OK)
+        status = viking_queue_drain_copies(&engine->queue);
+    if (status == VIKING_OK)
+        status = viking_home_unpin(engine->weights[weight].home);
+    if (status == VIKING_OK)
+        engine->weights[weight].home = home;
+    viking_engine_update_may_block(engine);
+    viking_engine_leave(engine);
+    return status;
+}

@@ -38,7 +38,7 @@ void viking_engine_update_may_block(viking_engine *engine)
     for (uint32_t w = 0; w < engine->count && !may; w++) {
         const viking_weight *self = &engine->weights[w];
         bool settled = viking_engine_is_resident(engine, w) && engine->slab.present[w];
-        may = self->home != NULL && self->home->pinned_by == NULL && !settled;
+        may = self->home != NULL && viking_queue_copies_block(&engine->queue, self->home) && !settled;
     }
     atomic_store_explicit(&engine->may_block, may, memory_order_relaxed);
 }
@@ -96,8 +96,7 @@ viking_status viking_engine_fetch(viking_engine *engine, uint32_t weight, uint64
     uint32_t span = UINT32_MAX;
     status = viking_profile_begin(&engine->profile, VIKING_PROFILE_COPY, weight, engine->queue.stream, &span);
     if (status == VIKING_OK)
-        status = viking_queue_copy(&engine->queue, &self->fence, engine->slab.base + offset, self->home->address,
-                                   self->bytes);
+        status = viking_queue_copy(&engine->queue, &self->fence, engine->slab.base + offset, self->home, self->bytes);
     if (status == VIKING_OK)
         status = viking_profile_end(&engine->profile, span, engine->queue.stream);
     if (status != VIKING_OK)

@@ -2,23 +2,16 @@
 
 #include <string.h>
 
-/* Release this fence and, in builds for the mutation test, leave it out: a test must fail for every one of them. */
-#ifdef VIKING_DROP_FENCE
-static bool dropped(int fence)
-{
-    return VIKING_DROP_FENCE == fence;
-}
-#else
-#define dropped(fence) false
-#endif
-
-enum { FENCE_READY = 1, FENCE_FREE = 2, FENCE_LATE = 3, FENCE_ALLOCATION = 4 };
+#include "dropped.h"
 
 viking_status viking_queue_open(viking_queue *queue, viking_backend *backend)
 {
     memset(queue, 0, sizeof *queue);
-    queue->backend = backend;
-    return backend->operations->stream_open(backend, &queue->stream);
+    viking_staging_open(&queue->staging, backend);
+    viking_status status = backend->operations->stream_open(backend, &queue->stream);
+    if (status == VIKING_OK)
+        queue->backend = backend;
+    return status;
 }
 
 void viking_queue_close(viking_queue *queue)
@@ -29,6 +22,7 @@ void viking_queue_close(viking_queue *queue)
     for (uint32_t i = 0; i < queue->reader_count; i++)
         ops->event_close(queue->backend, queue->readers[i].fence);
     ops->stream_close(queue->backend, queue->stream);
+    viking_staging_close(&queue->staging);
     memset(queue, 0, sizeof *queue);
 }
 
@@ -62,7 +56,7 @@ static viking_status wait_for(viking_queue *queue, viking_reader *reader, uint64
         if (status != VIKING_OK)
             return status;
     }
-    if (!dropped(FENCE_FREE)) {
+    if (!viking_dropped(VIKING_FENCE_FREE)) {
         viking_status status = queue->backend->operations->stream_wait(queue->backend, queue->stream, reader->fence);
         if (status != VIKING_OK)
             return status;
@@ -77,7 +71,7 @@ static viking_status record_late_fences(viking_queue *queue)
 {
     for (uint32_t i = 0; i < queue->reader_count; i++) {
         viking_reader *reader = &queue->readers[i];
-        if (reader->fence_release < reader->last_release && !dropped(FENCE_LATE)) {
+        if (reader->fence_release < reader->last_release && !viking_dropped(VIKING_FENCE_LATE)) {
             viking_status status = record(queue, reader);
             if (status != VIKING_OK)
                 return status;
@@ -140,7 +134,7 @@ viking_status viking_queue_await(viking_queue *queue, uint32_t reader, const vik
     *out_blocking = false;
     if (self->awaited_copy >= fence->copy)
         return VIKING_OK;
-    if (dropped(FENCE_READY)) {
+    if (viking_dropped(VIKING_FENCE_READY)) {
         self->awaited_copy = fence->copy;
         return VIKING_OK;
     }
@@ -208,17 +202,40 @@ viking_status viking_queue_after_stream(viking_queue *queue, viking_stream strea
     if (status != VIKING_OK)
         return status;
     status = ops->event_record(queue->backend, event, stream);
-    if (status == VIKING_OK && !dropped(FENCE_ALLOCATION))
+    if (status == VIKING_OK && !viking_dropped(VIKING_FENCE_ALLOCATION))
         status = ops->stream_wait(queue->backend, queue->stream, event);
     ops->event_close(queue->backend, event);
     return status;
 }
 
-viking_status viking_queue_copy(viking_queue *queue, viking_fence *fence, void *destination, const void *source,
+bool viking_queue_copies_block(const viking_queue *queue, const viking_home *home)
+{
+    return home->pinned_by == NULL && queue->staging.window == NULL;
+}
+
+/* Straight from the home: one copy, or one for each piece that it is made of. */
+static viking_status copy_pieces(viking_queue *queue, unsigned char *destination, const viking_home *home, size_t bytes)
+{
+    const viking_backend_operations *ops = queue->backend->operations;
+    viking_status status = VIKING_OK;
+    for (uint32_t i = 0; i < home->piece_count && status == VIKING_OK; i++) {
+        const viking_piece *piece = &home->pieces[i];
+        size_t count = piece->offset >= bytes ? 0 : bytes - piece->offset;
+        count = count < piece->bytes ? count : piece->bytes;
+        if (count > 0)
+            status = ops->copy(queue->backend, VIKING_COPY_TO_DEVICE, destination + piece->offset, piece->address,
+                               count, queue->stream);
+    }
+    return status;
+}
+
+viking_status viking_queue_copy(viking_queue *queue, viking_fence *fence, void *destination, const viking_home *home,
                                 size_t bytes)
 {
     const viking_backend_operations *ops = queue->backend->operations;
-    viking_status status = ops->copy(queue->backend, VIKING_COPY_TO_DEVICE, destination, source, bytes, queue->stream);
+    viking_status status = home->pinned_by == NULL && queue->staging.window != NULL
+                               ? viking_staging_copy(&queue->staging, queue->stream, destination, home, bytes)
+                               : copy_pieces(queue, destination, home, bytes);
     if (status == VIKING_OK)
         status = ops->event_record(queue->backend, fence->ready, queue->stream);
     if (status == VIKING_OK)
@@ -228,7 +245,10 @@ viking_status viking_queue_copy(viking_queue *queue, viking_fence *fence, void *
 
 viking_status viking_queue_drain_copies(viking_queue *queue)
 {
-    return queue->backend->operations->stream_drain(queue->backend, queue->stream);
+    /* Both: a copy that could not be queued to its end may have left a host copy that no device copy waits for. */
+    viking_status staged = viking_staging_drain(&queue->staging);
+    viking_status status = queue->backend->operations->stream_drain(queue->backend, queue->stream);
+    return staged != VIKING_OK ? staged : status;
 }
 
 viking_status viking_queue_drain(viking_queue *queue)

@@ -1,7 +1,8 @@
 /* The copy queue and its fences: who waits for whom.
  *
- * All copies run on one FIFO stream of the engine's own. Compute runs on the caller's streams, the *readers*. Two
- * kinds of fence keep them apart, and both are events that the streams wait for, never the host:
+ * All copies run on one FIFO stream of the engine's own (those from pageable memory on a second one first, see
+ * staging.h). Compute runs on the caller's streams, the *readers*. Two kinds of fence keep them apart, and both are
+ * events that the streams wait for, never the host:
  *
  *     ready   a reader waits for the copy that brought a span's bytes before it computes with them;
  *     free    the copy queue waits for the readers of a span before it overwrites it.
@@ -15,7 +16,7 @@
 #ifndef VIKING_CORE_QUEUE_H
 #define VIKING_CORE_QUEUE_H
 
-#include "../backend/backend.h"
+#include "staging.h"
 
 #define VIKING_READER_LIMIT 64u
 
@@ -40,6 +41,7 @@ typedef struct viking_fence {
 typedef struct viking_queue {
     viking_backend *backend;
     viking_stream stream;
+    viking_staging staging;
     viking_reader readers[VIKING_READER_LIMIT];
     uint32_t reader_count;
     uint64_t copies; /* queued so far */
@@ -72,9 +74,12 @@ viking_status viking_queue_after(viking_queue *queue, viking_fence *fence);
 viking_status viking_queue_after_all(viking_queue *queue);
 viking_status viking_queue_after_stream(viking_queue *queue, viking_stream stream);
 
-/* Queue the copy of a weight's bytes. The caller has called viking_queue_after for all that it overwrites. */
-viking_status viking_queue_copy(viking_queue *queue, viking_fence *fence, void *destination, const void *source,
+/* Queue the copy of a weight's first `bytes`. The caller has called viking_queue_after for all that it overwrites. From a
+ * pageable home it is staged where there is a window; without one the call may wait. */
+viking_status viking_queue_copy(viking_queue *queue, viking_fence *fence, void *destination, const viking_home *home,
                                 size_t bytes);
+/* Copies of this home may make the call wait. */
+bool viking_queue_copies_block(const viking_queue *queue, const viking_home *home);
 
 /* Wait, on the host, for all copies, or for these and all readers. */
 viking_status viking_queue_drain_copies(viking_queue *queue);

@@ -121,6 +121,9 @@ viking_status viking_engine_stats_of(viking_engine *engine, viking_engine_stats 
         if (!resident && self->home->pinned_by == NULL)
             out->staged_bytes += self->bytes;
     }
+    const viking_home *window = engine->queue.staging.window;
+    out->window_bytes = window == NULL ? 0 : viking_home_locked_bytes(window);
+    out->pinned_bytes += out->window_bytes;
     status = stall_of(engine, &out->stall_ns);
     viking_engine_leave(engine);
     return status;

@@ -311,6 +311,56 @@ static PyObject *engine_unpin(PyObject *object, PyObject *weight)
     return viking_py_engine_for_weight(object, weight, viking_engine_unpin);
 }
 
+PyDoc_STRVAR(rehome_doc,
+             "rehome(weight, home)\n--\n\nAnother home of the same size, which holds the same bytes; the one "
+             "before is unpinned, and no copy reads it any more.");
+
+static PyObject *engine_rehome(PyObject *object, PyObject *args)
+{
+    PyObject *number = NULL, *home = NULL;
+    uint32_t weight = 0;
+    if (!PyArg_ParseTuple(args, "OO!:rehome", &number, viking_state_of(object)->home_type, &home) ||
+        viking_py_engine_weight(number, &weight) < 0)
+        return NULL;
+    /* Both are kept until the engine has changed over. */
+    PyObject *homes = ((engine_object *)object)->homes, *former = PyDict_GetItemWithError(homes, number);
+    if (former == NULL)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_RuntimeError, "weight %u has no home", weight);
+    Py_INCREF(former);
+    PyObject *result = NULL;
+    if (PyDict_SetItem(homes, number, home) == 0) {
+        viking_py_call call;
+        viking_status status = viking_py_call_begin(object, 1, &call);
+        if (status == VIKING_OK) {
+            status = viking_engine_rehome(call.engine, weight, viking_py_home_of(home));
+            viking_py_call_end(&call);
+        }
+        result = status == VIKING_OK ? Py_NewRef(Py_None) : NULL;
+        if (status != VIKING_OK && PyDict_SetItem(homes, number, former) == 0)
+            viking_py_raise(status);
+    }
+    Py_DECREF(former);
+    return result;
+}
+
+PyDoc_STRVAR(use_window_doc, "use_window(nbytes)\n--\n\nCopies from pageable homes go through a pinned window of about "
+                             "this size from now on; 0: straight from the home. RuntimeError or MemoryError where the "
+                             "system refuses; there is no window then.");
+
+static PyObject *engine_use_window(PyObject *object, PyObject *argument)
+{
+    unsigned long long nbytes = PyLong_AsUnsignedLongLong(argument);
+    if (PyErr_Occurred())
+        return NULL;
+    viking_py_call call;
+    viking_status status = viking_py_call_begin(object, 1, &call);
+    if (status == VIKING_OK) {
+        status = viking_engine_use_window(call.engine, nbytes);
+        viking_py_call_end(&call);
+    }
+    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+}
+
 /* A method that takes nothing and gives nothing and may wait. */
 static PyObject *plain(PyObject *object, viking_status (*function)(viking_engine *))
 {
@@ -479,6 +529,7 @@ static PyObject *engine_stats(PyObject *object, PyObject *unused)
         {"resident_bytes", s.resident_bytes},
         {"streamed_bytes", s.streamed_bytes},
         {"pinned_bytes", s.pinned_bytes},
+        {"window_bytes", s.window_bytes},
         {"staged_bytes", s.staged_bytes},
         {"passes", s.passes},
         {"steps", s.steps},
@@ -625,6 +676,8 @@ static PyMethodDef engine_methods[] = {
     {"invalidate", engine_invalidate, METH_O, invalidate_doc},
     {"pin", engine_pin, METH_O, pin_doc},
     {"unpin", engine_unpin, METH_O, unpin_doc},
+    {"use_window", engine_use_window, METH_O, use_window_doc},
+    {"rehome", engine_rehome, METH_VARARGS, rehome_doc},
     {"drain_copies", engine_drain, METH_NOARGS, drain_doc},
     {"set_trained", viking_py_set_trained, METH_VARARGS, viking_py_set_trained_doc},
     {"forget_trained", viking_py_forget_trained, METH_NOARGS, viking_py_forget_trained_doc},

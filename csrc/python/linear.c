@@ -571,8 +571,7 @@ static PyObject *linear_device_ptr(PyObject *object, void *closure)
     linear_object *self = (linear_object *)object;
     if (stats.device_address == NULL)
         return PyLong_FromLong(0);
-    const unsigned char *home = viking_py_home_of(self->home)->address;
-    ptrdiff_t offset = (unsigned char *)self->members[WEIGHT].address - home;
+    size_t offset = viking_home_offset_of(viking_py_home_of(self->home), self->members[WEIGHT].address);
     return PyLong_FromVoidPtr((unsigned char *)stats.device_address + offset);
 }
 

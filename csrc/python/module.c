@@ -105,7 +105,11 @@ PyDoc_STRVAR(current_stream_doc,
 PyDoc_STRVAR(trim_doc,
              "trim()\n--\n\nGive host memory that was freed back to the system, where the C library keeps it.");
 
+PyDoc_STRVAR(file_ranges_doc, "file_ranges() -> list\n--\n\nThe parts of this process's memory that are mapped from "
+                              "files: (begin, end) in order.");
+
 static PyMethodDef module_methods[] = {
+    {"file_ranges", viking_py_file_ranges, METH_NOARGS, file_ranges_doc},
     {"trim", viking_py_trim, METH_NOARGS, trim_doc},
     {"force_to_bf16", viking_py_force_to_bf16, METH_O, force_to_bf16_doc},
     {"plan", (PyCFunction)(void (*)(void))viking_py_plan, METH_VARARGS | METH_KEYWORDS, plan_doc},

@@ -41,3 +41,4 @@ _Static_assert(_Generic((viking_cuda_event)0, cudaEvent_t : 1, default : 0), "an
 #define SAME_SIGNATURE(name, result, parameters)                                                                       \
     _Static_assert(_Generic(&cuda##name, result(*) parameters : 1, default : 0), "cuda" #name " has our signature");
 VIKING_CUDA_FUNCTIONS(SAME_SIGNATURE)
+VIKING_CUDA_OPTIONAL_FUNCTIONS(SAME_SIGNATURE)

@@ -181,6 +181,13 @@ static inline viking_status recorder_copy(viking_backend *self, viking_copy_dire
     return r->inner->operations->copy(r->inner, direction, destination, source, bytes, stream);
 }
 
+static inline viking_status recorder_host_call(viking_backend *self, viking_stream stream, void (*function)(void *),
+                                               void *argument)
+{
+    recorder *r = recorder_of(self, 3);
+    return r->inner->operations->host_call(r->inner, stream, function, argument);
+}
+
 /* Takes over `inner`. */
 static inline recorder *recorder_open(viking_backend *inner)
 {
@@ -208,7 +215,8 @@ static inline recorder *recorder_open(viking_backend *inner)
                                                 .event_drain = recorder_event_drain,
                                                 .event_elapsed = recorder_event_elapsed,
                                                 .stream_wait = recorder_stream_wait,
-                                                .copy = recorder_copy};
+                                                .copy = recorder_copy,
+                                                .host_call = recorder_host_call};
     r->base.operations = &r->operations;
     return r;
 }

@@ -47,7 +47,7 @@ static void load_fake(void)
     find(library, "cudaPeekAtLastError", &fake.peek);
     find(library, "cudaGetDevice", &fake.get_device);
     find(library, "cudaSetDevice", &fake.set_device);
-    find(library, "cudaLaunchHostFunc", &launch_host_function);
+    find(library, "fake_cudart_launch", &launch_host_function);
 }
 
 static void launch(viking_backend *backend, viking_stream stream, void (*body)(void *), void *argument)
@@ -608,7 +608,7 @@ static void it_works_on_the_device_of_this_machine(void)
     printf("      runtime %d, driver %d, %s\n", versions.runtime, versions.driver, versions.library);
     void *library = dlopen(versions.library, RTLD_NOW | RTLD_LOCAL);
     CHECK(library != NULL);
-    find(library, "cudaLaunchHostFunc", &launch_host_function);
+    find(library, "fake_cudart_launch", &launch_host_function);
     run_backend_contract(&c);
     c.call->close(c.backend);
 }

@@ -17,6 +17,8 @@ static struct {
     int (*fail)(const char *symbol, uint64_t n, int error);
     uint64_t (*calls)(const char *symbol);
     uint64_t (*count)(const char *what);
+    void (*register_limit)(uint64_t bytes, int error);
+    int (*last_error)(void);
     int (*launch)(void *stream, void (*body)(void *), void *argument);
 } fake;
 
@@ -38,7 +40,9 @@ static void load_fake(uint64_t delay_ns)
     find(library, "fake_cudart_fail", &fake.fail);
     find(library, "fake_cudart_calls", &fake.calls);
     find(library, "fake_cudart_count", &fake.count);
-    find(library, "cudaLaunchHostFunc", &fake.launch);
+    find(library, "fake_cudart_register_limit", &fake.register_limit);
+    find(library, "cudaPeekAtLastError", &fake.last_error);
+    find(library, "fake_cudart_launch", &fake.launch);
     fake.reset();
 }
 
@@ -129,6 +133,8 @@ static void after_a_fault_in_any_runtime_call_the_next_pass_is_right(void)
         CHECK_OK(tagged_attach(t));
         fake.fail("*", n, 700);
         viking_status status = tagged_layout(t, tagged_budget(t, (uint32_t)n % 4), t->streams[0]);
+        if (status == VIKING_OK && n % 2 == 0)
+            status = viking_engine_use_window(t->engine, 1024);
         for (uint32_t pass = 0; pass < 4 && status == VIKING_OK; pass++)
             status = tagged_pass(t, KEY, &trace);
         quiet = status == VIKING_OK ? quiet + 1 : 0;
@@ -147,6 +153,66 @@ static void after_a_fault_in_any_runtime_call_the_next_pass_is_right(void)
     viking_trace_free(&trace);
 }
 
+/* The runtime refuses to register more: each weight is pinned or staged, and nothing waits or is left behind. */
+static void what_the_runtime_does_not_register_is_staged(void)
+{
+    static const int errors[] = {1, 2, 304, 800, 801};
+    size_t page = viking_os_page_bytes();
+    for (uint32_t e = 0; e < sizeof errors / sizeof *errors; e++) {
+        for (uint64_t pages = 1; pages < 6; pages += 2) {
+            tagged *t = open_on_fake(10000);
+            viking_trace trace;
+            uint32_t refused = 0;
+            viking_trace_init(&trace);
+            checkpointed_step(&trace, COUNT, 3);
+            CHECK_OK(tagged_attach(t));
+            CHECK_OK(tagged_layout(t, tagged_smallest(t), t->streams[0]));
+            fake.register_limit(pages * page, errors[e]);
+            CHECK_OK(viking_engine_use_window(t->engine, 1024));
+            for (uint32_t w = 0; w < COUNT; w++) {
+                viking_status status = viking_engine_pin(t->engine, t->numbers[w]);
+                CHECK(status == VIKING_OK ||
+                      status == (errors[e] == 2 ? VIKING_ERROR_NO_HOST_MEMORY : VIKING_ERROR_UNSUPPORTED));
+                CHECK(fake.last_error() == 0);
+                refused += status != VIKING_OK;
+            }
+            CHECK(refused > 0 && !viking_engine_may_block(t->engine));
+            CHECK(tagged_stats(t).pinned_bytes == fake.count("registered bytes"));
+            CHECK(tagged_stats(t).staged_bytes > 0);
+            for (uint32_t pass = 0; pass < 3; pass++)
+                CHECK_OK(tagged_pass(t, KEY, &trace));
+            uint64_t syncs = fake.calls("cudaStreamSynchronize"), calls = fake.calls("cudaLaunchHostFunc");
+            CHECK_OK(tagged_pass(t, KEY, &trace));
+            CHECK(fake.calls("cudaStreamSynchronize") == syncs && fake.calls("cudaLaunchHostFunc") > calls);
+            tagged_close(t);
+            CHECK(nothing_is_left());
+            viking_trace_free(&trace);
+        }
+    }
+}
+
+static void a_runtime_without_host_calls_copies_from_pageable_memory(void)
+{
+    char newer[sizeof fake_path];
+    viking_trace trace;
+    viking_trace_init(&trace);
+    checkpointed_step(&trace, COUNT, 3);
+    memcpy(newer, fake_path, sizeof newer);
+    memcpy(strrchr(fake_path, '/'), "/libold_cudart.so", sizeof "/libold_cudart.so");
+    tagged *t = open_on_fake(10000);
+    CHECK_OK(tagged_attach(t));
+    CHECK_OK(tagged_layout(t, tagged_smallest(t), t->streams[0]));
+    CHECK(viking_engine_use_window(t->engine, 1024) == VIKING_ERROR_UNSUPPORTED);
+    CHECK(strstr(viking_status_detail(), "cudaLaunchHostFunc") != NULL);
+    CHECK(viking_engine_may_block(t->engine) && tagged_stats(t).pinned_bytes == 0);
+    for (uint32_t pass = 0; pass < 3; pass++)
+        CHECK_OK(tagged_pass(t, KEY, &trace));
+    tagged_close(t);
+    CHECK(nothing_is_left());
+    memcpy(fake_path, newer, sizeof newer);
+    viking_trace_free(&trace);
+}
+
 int main(int count, char **arguments)
 {
     const char *slash = count > 0 ? strrchr(arguments[0], '/') : NULL;
@@ -154,6 +220,8 @@ int main(int count, char **arguments)
              slash ? arguments[0] : ".");
     RUN(every_use_finds_its_bytes);
     RUN(a_steady_step_makes_the_planned_calls);
+    RUN(what_the_runtime_does_not_register_is_staged);
+    RUN(a_runtime_without_host_calls_copies_from_pageable_memory);
     RUN(after_a_fault_in_any_runtime_call_the_next_pass_is_right);
     return 0;
 }

@@ -12,6 +12,7 @@ typedef struct bench {
     viking_stream streams[2];
     unsigned char *source;
     unsigned char *span;
+    viking_home *homes[2]; /* over the halves of source */
 } bench;
 
 static bench *bench_open(uint64_t delay_ns)
@@ -31,6 +32,8 @@ static bench *bench_open(uint64_t delay_ns)
     b->span = calloc(SLOTS, BYTES);
     CHECK(b->source != NULL && b->span != NULL);
     memset(b->source + BYTES, 1, BYTES);
+    for (int i = 0; i < 2; i++)
+        CHECK_OK(viking_home_over(&(viking_piece){0, b->source + i * BYTES, BYTES}, 1, BYTES, &b->homes[i]));
     return b;
 }
 
@@ -44,6 +47,8 @@ static void bench_close(bench *b)
         b->backend->operations.stream_close(&b->backend->base, b->streams[i]);
     CHECK(b->backend->dead_streams == 0);
     b->backend->base.operations->close(&b->backend->base);
+    for (int i = 0; i < 2; i++)
+        viking_home_close(b->homes[i]);
     free(b->source);
     free(b->span);
     free(b);
@@ -58,7 +63,7 @@ static uint32_t reader(bench *b, int stream)
 
 static void copy(bench *b, int slot, int value)
 {
-    CHECK_OK(viking_queue_copy(&b->queue, &b->fences[slot], b->span + slot * BYTES, b->source + value * BYTES, BYTES));
+    CHECK_OK(viking_queue_copy(&b->queue, &b->fences[slot], b->span + slot * BYTES, b->homes[value], BYTES));
 }
 
 static void await(bench *b, int slot, uint32_t who)
@@ -282,7 +287,7 @@ static void a_copy_that_failed_does_not_count(void)
     for (uint64_t n = 1; n <= 2; n++) {
         bench *b = bench_open(0);
         viking_host_fail_at(b->backend->inner, n, VIKING_ERROR_DEVICE); /* the copy, its record */
-        CHECK(viking_queue_copy(&b->queue, &b->fences[0], b->span, b->source, BYTES) == VIKING_ERROR_DEVICE);
+        CHECK(viking_queue_copy(&b->queue, &b->fences[0], b->span, b->homes[0], BYTES) == VIKING_ERROR_DEVICE);
         CHECK(b->fences[0].copy == 0 && b->queue.copies == 0);
         copy(b, 0, 1);
         CHECK(b->fences[0].copy == 1);

@@ -21,18 +21,20 @@
 
 #define DECLARE(name, result, parameters) EXPORT result cuda##name parameters;
 VIKING_CUDA_FUNCTIONS(DECLARE)
+#ifndef FAKE_CUDART_OLD
+VIKING_CUDA_OPTIONAL_FUNCTIONS(DECLARE)
+#endif
 /* What Viking does not call and tests do. */
 EXPORT viking_cuda_result cudaPeekAtLastError(void);
-EXPORT viking_cuda_result cudaLaunchHostFunc(viking_cuda_stream stream, void (*body)(void *), void *argument);
 
 enum symbol {
 #define NUMBER(name, result, parameters) SYMBOL_##name,
-    VIKING_CUDA_FUNCTIONS(NUMBER) SYMBOL_COUNT
+    VIKING_CUDA_FUNCTIONS(NUMBER) VIKING_CUDA_OPTIONAL_FUNCTIONS(NUMBER) SYMBOL_COUNT
 };
 
 static const char *const symbol_names[] = {
 #define NAME(name, result, parameters) "cuda" #name,
-    VIKING_CUDA_FUNCTIONS(NAME)};
+    VIKING_CUDA_FUNCTIONS(NAME) VIKING_CUDA_OPTIONAL_FUNCTIONS(NAME)};
 
 struct CUstream_st {
     struct CUstream_st *next;
@@ -529,16 +531,30 @@ viking_cuda_result cudaStreamWaitEvent(viking_cuda_stream stream, viking_cuda_ev
     return done(translate(other->operations->event_drain(other, event->event)));
 }
 
-viking_cuda_result cudaLaunchHostFunc(viking_cuda_stream stream, void (*body)(void *), void *argument)
+/* With the mutex held, which is free at the end. */
+static viking_cuda_result launch(viking_cuda_stream stream, void (*body)(void *), void *argument)
 {
     int index;
     viking_stream target;
-    lock();
     if (!resolve_stream(stream, &index, &target))
         return leave(VIKING_CUDA_INVALID_RESOURCE_HANDLE);
     viking_backend *self = fake.devices[index];
     unlock();
     return done(translate(viking_host_launch(self, target, body, argument)));
+}
+
+#ifndef FAKE_CUDART_OLD
+viking_cuda_result cudaLaunchHostFunc(viking_cuda_stream stream, viking_cuda_host_function *body, void *argument)
+{
+    ENTER(LaunchHostFunc);
+    return launch(stream, body, argument);
+}
+#endif
+
+EXPORT int fake_cudart_launch(void *stream, void (*body)(void *), void *argument)
+{
+    lock();
+    return launch(stream, body, argument);
 }
 
 /* ---- events ---- */

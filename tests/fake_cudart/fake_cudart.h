@@ -30,6 +30,9 @@ void fake_cudart_register_limit(uint64_t bytes, int error);
  * function that returns an error. Returns 0 if there is no such function. */
 int fake_cudart_fail(const char *symbol, uint64_t n, int error);
 
+/* A stand-in for a kernel: as cudaLaunchHostFunc, but neither counted nor made to fail. */
+int fake_cudart_launch(void *stream, void (*body)(void *), void *argument);
+
 /* Calls so far; "*": of all functions together. */
 uint64_t fake_cudart_calls(const char *symbol);
 

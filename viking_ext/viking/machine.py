@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 #: A limit of a control group above this is none.
@@ -16,25 +17,37 @@ def text_of(path: str | Path) -> str:
         return ""
 
 
-def control_group_limit() -> int | None:
-    """The least memory that a control group of this process allows, in bytes; None where none does."""
-    limits = []
+def _control_groups() -> Iterator[tuple[Path, bool]]:
+    """Folders of the control groups that this process is in, and whether they are of the second version."""
     for line in text_of("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, name = Path("/sys/fs/cgroup"), "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        else:
+        if controllers and "memory" not in controllers.split(","):
             continue
+        base = Path("/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup")
         group = base / path.lstrip("/")
         for place in (group, *group.parents):  # a parent's limit holds too; in a container the path may not be there
-            text = text_of(place / name)
-            if text.isdigit() and int(text) < _UNLIMITED:
-                limits.append(int(text))
+            yield place, not controllers
             if place == base:
                 break
-    return min(limits, default=None)
+
+
+def _control_group_limits() -> Iterator[tuple[int, int | None]]:
+    """(bytes that a control group allows, bytes of them that are free or can be freed; None: not known)"""
+    for place, second in _control_groups():
+        limit = text_of(place / ("memory.max" if second else "memory.limit_in_bytes"))
+        if not limit.isdigit() or int(limit) >= _UNLIMITED:
+            continue
+        used = text_of(place / ("memory.current" if second else "memory.usage_in_bytes"))
+        cache = 0
+        for line in text_of(place / "memory.stat").splitlines():
+            if line.startswith("inactive_file " if second else "total_inactive_file "):
+                cache = int(line.split()[1])
+        yield int(limit), max(0, int(limit) - int(used) + cache) if used.isdigit() else None
+
+
+def control_group_limit() -> int | None:
+    """The least memory that a control group of this process allows, in bytes; None where none does."""
+    return min((limit for limit, _ in _control_group_limits()), default=None)
 
 
 def host_memory() -> dict[str, int]:
@@ -52,3 +65,9 @@ def memory_limit() -> int | None:
     """Bytes of host memory that this process may use at most: the machine's, or less; None where it is not known."""
     known = [size for size in (host_memory().get("MemTotal"), control_group_limit()) if size is not None]
     return min(known, default=None)
+
+
+def memory_available() -> int | None:
+    """Bytes of host memory that this process can still have without swapping; None where it is not known."""
+    known = [host_memory().get("MemAvailable"), *(left for _, left in _control_group_limits())]
+    return min((size for size in known if size is not None), default=None)

@@ -51,6 +51,7 @@ def attach(
         ValueError: unusable device or size, a budget that is too small (the message names the smallest that works), a
             weight that has no data (meta device), or other arguments than at the attach before.
         RuntimeError: no CUDA here.
+        MemoryError: too little free host memory for the weights.
         torch.OutOfMemoryError: the device cannot hold what is not streamed.
 
     The model is untouched after an exception.

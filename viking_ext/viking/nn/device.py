@@ -10,7 +10,7 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from viking import _engine
 from viking.nn import pressure
 from viking.nn.budget import SHRINK_PART, Budget, DeviceMemory, Share
 from viking.nn.gradients import Gradients
-from viking.nn.pinning import Pinning
+from viking.nn.pinning import Move, Pinning
 from viking.nn.progress import Progress
 from viking.units import format_bytes
 
@@ -278,11 +278,11 @@ class DeviceEngine:
     def _managers(self) -> list[LinearLayerMemoryManager]:
         return [manager for together in self.linears.values() for manager in together]
 
-    def pin(self, progress: Progress | None = None) -> None:
-        """Pin what is streamed and unpin what is resident."""
+    def pin(self, progress: Progress | None = None, moves: Mapping[int, Move] | None = None) -> None:
+        """Pin what is streamed and unpin what is resident; see Pinning.apply."""
         if self.device.type == "cpu" and DeviceEngine.make_engine is None:
             return
-        self.pinning.apply(self.engine, self.linears, progress)
+        self.pinning.apply(self.engine, self.linears, progress, moves or {})
 
     def forget_trained(self) -> None:
         """Before a pass: what it fetches ahead of trained weights is as they are now, and no use needs to look whether

@@ -2,8 +2,9 @@
 
 Attaching happens in this order, so that a mistake is found before anything was touched and no second copy of the model
 ever exists: judge every module; open homes, which cost nothing until they are filled, and find a layout under the
-budget; fill the homes weight by weight, each time letting go of the memory the weight came from; move all the rest to
-the device; allocate the slab; pin what is streamed; put our forward in place. An exception anywhere in it, Ctrl-C
+budget; fill the homes weight by weight, each time letting go of the memory the weight came from (what lies in a file's
+mapping stays there: its home is the mapping); move all the rest to the device; allocate the slab; pin what is streamed,
+which takes it out of a mapping; put our forward in place. An exception anywhere in it, Ctrl-C
 included, undoes what was done.
 """
 
@@ -13,13 +14,14 @@ import contextlib
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from viking._engine import Home, LinearLayerMemoryManager, trim
+from viking._engine import Home, LinearLayerMemoryManager, file_ranges, trim
+from viking.machine import memory_available
 from viking.nn import forwards, latecomers
 from viking.nn.budget import Budget
 from viking.nn.device import DeviceEngine
@@ -30,6 +32,7 @@ from viking.nn.refusals import keep_out_of_compiled_code
 from viking.nn.storage import Weight, group, move, overlap, spans_of, tensors_of
 from viking.quant.linear import Linear as QuantizedLinear
 from viking.quant.weight import QuantizedWeight, codes_of
+from viking.units import format_bytes
 
 Ignored = Iterable[nn.Module | torch.Tensor]
 
@@ -122,11 +125,12 @@ class MemoryManager:
         fresh = self._open_homes([v.module for v in verdicts if not v.reason])
         if fresh:
             self.device.engine.layout(self.device.budget_bytes())  # too small a budget ends here, with nothing touched
+            self._refuse_without_memory(fresh)
         self._fill(fresh, progress)
         self._move_the_rest()
         if fresh or not self.started:
             self.device.relayout(strict=True)
-            self.device.pin(progress)
+            self.device.pin(progress, dict.fromkeys(fresh, self._leave_mapping))
         for verdict in verdicts:
             if not verdict.reason:
                 self._install(verdict.module)
@@ -176,8 +180,9 @@ class MemoryManager:
 
     def _open_homes(self, modules: list[nn.Module]) -> list[int]:
         numbers = []
+        files = file_ranges()
         for weight in group(modules):
-            home = Home(weight.nbytes)
+            home = weight.home(files)
             number = self.device.engine.add(home, weight.nbytes)
             self._keep(number, weight, home)
             numbers.append(number)
@@ -190,6 +195,18 @@ class MemoryManager:
         manager.bind(number, home, weight.nbytes)
         self.linears[module] = manager
         self.by_weight[number].append(manager)
+
+    def _refuse_without_memory(self, numbers: list[int]) -> None:
+        """MemoryError where host memory has no room for the homes. What comes from it is let go of weight by weight."""
+        own = [self.weights[n] for n in numbers if not self.homes[n].borrowed]
+        arriving = [w for w in own if any(s.device.type != "cpu" for s in w.segments)]
+        need = sum(w.nbytes for w in arriving) + max((w.nbytes for w in own if w not in arriving), default=0)
+        available = memory_available()
+        if available is not None and need > available:
+            raise MemoryError(
+                f"the weights need {format_bytes(need)} of host memory ({need} bytes) and {format_bytes(available)} "
+                "are free: close other programs, or load a smaller or quantised model"
+            )
 
     def _keep(self, number: int, weight: Weight, home: Home) -> None:
         # `weights` last: what it names is complete, and what it does not name is swept out of the engine.
@@ -204,16 +221,9 @@ class MemoryManager:
         for number in numbers:
             weight = self.weights[number]
             home = self.homes[number]
-            base = _tensor_over(home)
-            for segment in weight.segments:
-                if segment.device.type == "cpu":
-                    home.fill(segment.offset, segment.begin, segment.nbytes)
-            with torch.no_grad():
-                for place in weight.places.values():
-                    target = place.over(base, 0)
-                    if place.segment.device.type != "cpu":
-                        target.copy_(codes_of(place.parameter))
-                    move(place.parameter, target)
+            if not home.borrowed:
+                _fill(home, weight)
+                _bring(home, weight)
             for manager in self.by_weight[number]:
                 manager.bind(number, home, weight.nbytes)
             self._tell_training(number)
@@ -266,7 +276,7 @@ class MemoryManager:
         try:
             self._fill([number], lambda done, total, what: None)
             self.device.relayout()
-            self.device.pin()
+            self.device.pin(moves={number: self._leave_mapping})
         except BaseException:
             self._release_weight(number)
             raise
@@ -302,6 +312,27 @@ class MemoryManager:
             self._let_go(manager)
         self.homes.pop(number).retire()
 
+    @contextlib.contextmanager
+    def _leave_mapping(self, number: int) -> Iterator[None]:
+        """Give a weight that lies in a mapping a home of its own; an exception inside leaves it where it was.
+
+        Only while nothing has used it yet: later its parameters must stay where they are, for graphs may hold them. A
+        resident that another layout streams is copied from its mapping through the window.
+        """
+        weight, mapped = self.weights[number], self.homes[number]
+        home = Home(weight.nbytes)
+        _fill(home, weight)
+        self.device.engine.rehome(number, home)
+        try:
+            yield
+        except BaseException:
+            self.device.engine.rehome(number, mapped)
+            raise
+        self.homes[number] = home
+        _bring(home, weight)
+        for manager in self.by_weight[number]:
+            manager.bind(number, home, weight.nbytes)
+
     def _let_go(self, manager: LinearLayerMemoryManager) -> None:
         forwards.remove(manager.module, manager)
         manager.unbind()
@@ -327,7 +358,7 @@ class MemoryManager:
         at_home = {
             module
             for number, weight in self.weights.items()
-            if weight.lives_at(self.homes[number].address)
+            if weight.lives_in(self.homes[number])
             for module in weight.modules
         }
         return [module for module in self.linears if module not in at_home]
@@ -350,7 +381,7 @@ class MemoryManager:
         verdicts = judge_again(self.module, modules, self.ignored)
         self.device.engine.drain_copies()
         fresh = group([v.module for v in verdicts if not v.reason])
-        homes = self._homes_for([weight.nbytes for weight in fresh])
+        homes = self._homes_for(fresh)
         for number in former:
             self._forget_weight(number)
         for weight, (number, home) in zip(fresh, homes, strict=True):
@@ -374,14 +405,15 @@ class MemoryManager:
         """Of its weight. `manager.weight` is a former one where a replaced weight was not brought home to the end."""
         return next((number for number, together in self.by_weight.items() if manager in together), None)
 
-    def _homes_for(self, sizes: list[int]) -> list[tuple[int, Home]]:
+    def _homes_for(self, weights: list[Weight]) -> list[tuple[int, Home]]:
         """New weights of the engine, (number, home); all or none."""
         engine = self.device.engine
         made: list[tuple[int, Home]] = []
         try:
-            for nbytes in sizes:
-                home = Home(nbytes)
-                made.append((engine.add(home, nbytes), home))
+            files = file_ranges()
+            for weight in weights:
+                home = weight.home(files)
+                made.append((engine.add(home, weight.nbytes), home))
         except BaseException:
             for number, _ in made:
                 engine.remove(number)
@@ -498,6 +530,24 @@ class MemoryManager:
 def _apply_of(module: nn.Module) -> Any:
     """torch's own `_apply`, which overrides of foreign modules do not see; an 8-bit Linear needs its own."""
     return QuantizedLinear._apply if isinstance(module, QuantizedLinear) else nn.Module._apply
+
+
+def _fill(home: Home, weight: Weight) -> None:
+    """Copy what comes from host memory."""
+    for segment in weight.segments:
+        if segment.device.type == "cpu":
+            home.fill(segment.offset, segment.begin, segment.nbytes)
+
+
+def _bring(home: Home, weight: Weight) -> None:
+    """Its parameters are over the home from now on; what comes from a device is copied."""
+    base = _tensor_over(home)
+    with torch.inference_mode(False), torch.no_grad():
+        for place in weight.places.values():
+            target = place.over(base, 0)
+            if place.segment.device.type != "cpu":
+                target.copy_(codes_of(place.parameter))
+            move(place.parameter, target)
 
 
 def _tensor_over(home: Home) -> torch.Tensor:

@@ -7,6 +7,7 @@ overlap in the home and on the device as they did before.
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from viking._engine import Home
 from viking.quant.weight import QuantizedWeight, codes_of
 
 ALIGNMENT = 256
@@ -73,6 +75,10 @@ class Place:
     shape: torch.Size
     stride: tuple[int, ...]
 
+    def address_in(self, home: Home) -> int:
+        """Of the tensor, when it lives there."""
+        return (self.segment.begin if home.borrowed else home.address + self.segment.offset) + self.offset
+
     def over(self, base: torch.Tensor, base_offset: int) -> torch.Tensor:
         """The tensor over the bytes of `base` (uint8, 1-d), where the weight starts at `base_offset`."""
         start = base.storage_offset() + base_offset + self.segment.offset + self.offset
@@ -95,11 +101,24 @@ class Weight:
         """Size in the home: each segment at a multiple of ALIGNMENT."""
         return self.segments[-1].offset + self.segments[-1].nbytes
 
-    def lives_at(self, address: int) -> bool:
-        """The tensors of its modules are those that it was made of, in the home at that address."""
+    def is_mapped(self, files: list[tuple[int, int]]) -> bool:
+        """It is frozen, and all of its bytes lie in memory that is mapped from files: address ranges in order."""
+        return not any(place.parameter.requires_grad for place in self.places.values()) and all(
+            s.device.type == "cpu" and _covers(files, s.begin, s.end) for s in self.segments
+        )
+
+    def home(self, files: list[tuple[int, int]]) -> Home:
+        """A new home: over the mapping it lies in, which then stays alive, else memory of its own."""
+        if not self.is_mapped(files):
+            return Home(self.nbytes)
+        storages = [codes_of(place.parameter).untyped_storage() for place in self.places.values()]
+        return Home.over([(s.offset, s.begin, s.nbytes) for s in self.segments], self.nbytes, storages)
+
+    def lives_in(self, home: Home) -> bool:
+        """The tensors of its modules are those that it was made of, in that home."""
         tensors = [t for module in self.modules for t in tensors_of(module)]
         return {id(t) for t in tensors} == self.places.keys() and all(
-            t.data_ptr() == address + self.places[id(t)].segment.offset + self.places[id(t)].offset for t in tensors
+            t.data_ptr() == self.places[id(t)].address_in(home) for t in tensors
         )
 
     def send_back(self, base: torch.Tensor, segment: Segment, device: torch.device) -> None:
@@ -114,6 +133,11 @@ class Weight:
             if there is None:
                 there = base[segment.offset : segment.offset + segment.nbytes].to(device, copy=True)
             move(place.parameter, place.over(there, -segment.offset))
+
+
+def _covers(ranges: list[tuple[int, int]], begin: int, end: int) -> bool:
+    i = bisect.bisect_right(ranges, begin, key=lambda r: r[0]) - 1
+    return i >= 0 and end <= ranges[i][1]
 
 
 def spans_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
