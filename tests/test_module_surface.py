@@ -261,7 +261,7 @@ def test_a_model_on_the_meta_device_holds_no_home_and_comes_back_by_assigned_wei
     totals = viking.stats(model)
     assert managed(model) == set()
     assert totals.resident_bytes + totals.streamed_bytes == 0
-    model.load_state_dict(plain.state_dict(), assign=True)
+    model.load_state_dict({name: tensor.clone() for name, tensor in plain.state_dict().items()}, assign=True)
 
     assert torch.equal(model(x), expected)
     assert managed(model) == {"0", "1", "2"}

@@ -205,7 +205,7 @@ viking_status viking_quantize_encode_by(viking_quantize_implementation implement
         return status;
     encode_job job = {
         .kernels = kernels_of(implementation), .source = source, .format = format, .codes = codes, .scales = scales};
-    size_t nan;
+    size_t nan = source->rows; /* none */
     status = run(&job, threads, &nan, out_relative_error);
     if (status == VIKING_OK && format == VIKING_QUANTIZE_INT8 && nan < source->rows)
         return viking_status_fail(VIKING_ERROR_INVALID, "row %zu holds a NaN, which int8 has no code for", nan);

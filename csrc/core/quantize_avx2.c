@@ -57,16 +57,16 @@ typedef struct sums {
 TARGET static inline void load_sums(sums *to, const viking_quantize_sums *from)
 {
     for (int half = 0; half < 2; half++) {
-        to->error[half] = _mm256_loadu_pd(from->error + 4 * half);
-        to->norm[half] = _mm256_loadu_pd(from->norm + 4 * half);
+        to->error[half] = _mm256_loadu_pd(from->error + (size_t)4 * (size_t)half);
+        to->norm[half] = _mm256_loadu_pd(from->norm + (size_t)4 * (size_t)half);
     }
 }
 
 TARGET static inline void store_sums(viking_quantize_sums *to, const sums *from)
 {
     for (int half = 0; half < 2; half++) {
-        _mm256_storeu_pd(to->error + 4 * half, from->error[half]);
-        _mm256_storeu_pd(to->norm + 4 * half, from->norm[half]);
+        _mm256_storeu_pd(to->error + (size_t)4 * (size_t)half, from->error[half]);
+        _mm256_storeu_pd(to->norm + (size_t)4 * (size_t)half, from->norm[half]);
     }
 }
 
