@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -34,6 +36,15 @@ def _held_elsewhere(inside: Iterable[torch.Tensor], tensors: Iterable[torch.Tens
     return {storage for storage in storages if torch._C._storage_Use_Count(storage) > known[storage]}
 
 
+def _all_modules() -> Iterator[nn.Module]:
+    """Of the process, by their type: what only says that it is a module may answer with code of its own.
+
+    The loop is in C, for there are hundreds of thousands of objects to ask.
+    """
+    objects = gc.get_objects()
+    return itertools.compress(objects, map(partial(type.__subclasscheck__, nn.Module), map(type, objects)))
+
+
 def spans_outside(root: nn.Module, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Where tensors of modules outside `root` lie, in the storages of these tensors, which are of `root`.
 
@@ -44,6 +55,5 @@ def spans_outside(root: nn.Module, tensors: Sequence[torch.Tensor]) -> list[tupl
     if not held:
         return []
     gc.collect()  # what is garbage shares nothing
-    modules = (o for o in gc.get_objects() if issubclass(type(o), nn.Module))
-    outside = [t for key, t in _tensors(modules).items() if key not in inside]
+    outside = [t for key, t in _tensors(_all_modules()).items() if key not in inside]
     return spans_of(t for t in outside if _storage(t) in held)
