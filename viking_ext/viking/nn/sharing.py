@@ -33,7 +33,9 @@ def _held_elsewhere(inside: Iterable[torch.Tensor], tensors: Iterable[torch.Tens
     """Storages of these tensors that somebody holds beside the tensors inside."""
     known = Counter(_storage(t) for t in inside)
     storages = {storage for t in tensors if (storage := _storage(t)) is not None}
-    return {storage for storage in storages if torch._C._storage_Use_Count(storage) > known[storage]}
+    alone = torch.empty(1)  # in some releases torch counts the storage's Python object as well
+    unseen = torch._C._storage_Use_Count(alone.untyped_storage()._cdata) - 1
+    return {storage for storage in storages if torch._C._storage_Use_Count(storage) > known[storage] + unseen}
 
 
 def _all_modules() -> Iterator[nn.Module]:
