@@ -87,6 +87,9 @@ void viking_engine_wait(viking_engine *engine);
 /* STATE once the engine is retired. The lock is held. */
 viking_status viking_engine_serves(const viking_engine *engine);
 
+/* The same for one weight: STATE as well, and the lock is not held, where it is none. */
+viking_status viking_engine_enter_weight(viking_engine *engine, uint32_t weight);
+
 /* STATE unless it is a weight. The lock is held. */
 viking_status viking_engine_known(const viking_engine *engine, uint32_t weight);
 

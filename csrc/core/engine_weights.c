@@ -45,6 +45,17 @@ viking_status viking_engine_known(const viking_engine *engine, uint32_t weight)
     return VIKING_OK;
 }
 
+viking_status viking_engine_enter_weight(viking_engine *engine, uint32_t weight)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = viking_engine_known(engine, weight);
+    if (status != VIKING_OK)
+        viking_engine_leave(engine);
+    return status;
+}
+
 viking_status viking_engine_open(viking_backend *backend, viking_engine **out)
 {
     viking_status status = VIKING_OK;
@@ -171,10 +182,9 @@ done:
 
 viking_status viking_engine_remove(viking_engine *engine, uint32_t weight)
 {
-    viking_status status = viking_engine_enter(engine);
+    viking_status status = viking_engine_enter_weight(engine, weight);
     if (status != VIKING_OK)
         return status;
-    status = viking_engine_known(engine, weight);
     for (uint32_t i = 0; status == VIKING_OK && i < engine->slab.lease_count; i++)
         if (engine->slab.leases[i].weight == weight)
             status = viking_status_fail(VIKING_ERROR_STATE, "weight %u is in use and cannot be removed", weight);
@@ -204,12 +214,10 @@ done:
 
 viking_status viking_engine_invalidate(viking_engine *engine, uint32_t weight)
 {
-    viking_status status = viking_engine_enter(engine);
+    viking_status status = viking_engine_enter_weight(engine, weight);
     if (status != VIKING_OK)
         return status;
-    status = viking_engine_known(engine, weight);
-    if (status == VIKING_OK)
-        viking_slab_forget(&engine->slab, weight);
+    viking_slab_forget(&engine->slab, weight);
     viking_engine_update_may_block(engine);
     viking_engine_leave(engine);
     return status;
@@ -392,12 +400,9 @@ done:
 
 viking_status viking_engine_pin(viking_engine *engine, uint32_t weight)
 {
-    viking_status status = viking_engine_enter(engine);
+    viking_status status = viking_engine_enter_weight(engine, weight);
     if (status != VIKING_OK)
         return status;
-    status = viking_engine_known(engine, weight);
-    if (status != VIKING_OK)
-        goto done;
     viking_home *home = engine->weights[weight].home;
     if (!viking_engine_is_resident(engine, weight) || engine->weights[weight].training != VIKING_FROZEN) {
         status = viking_home_pin(home, engine->backend);
@@ -407,19 +412,16 @@ viking_status viking_engine_pin(viking_engine *engine, uint32_t weight)
             status = viking_home_unpin(home);
     }
     viking_engine_update_may_block(engine);
-done:
     viking_engine_leave(engine);
     return status;
 }
 
 viking_status viking_engine_unpin(viking_engine *engine, uint32_t weight)
 {
-    viking_status status = viking_engine_enter(engine);
+    viking_status status = viking_engine_enter_weight(engine, weight);
     if (status != VIKING_OK)
         return status;
-    status = viking_engine_known(engine, weight);
-    if (status == VIKING_OK)
-        status = viking_queue_drain_copies(&engine->queue);
+    status = viking_queue_drain_copies(&engine->queue);
     if (status == VIKING_OK)
         status = viking_home_unpin(engine->weights[weight].home);
     viking_engine_update_may_block(engine);
@@ -444,11 +446,10 @@ viking_status viking_engine_use_window(viking_engine *engine, uint64_t bytes)
 
 viking_status viking_engine_rehome(viking_engine *engine, uint32_t weight, viking_home *home)
 {
-    viking_status status = viking_engine_enter(engine);
+    viking_status status = viking_engine_enter_weight(engine, weight);
     if (status != VIKING_OK)
         return status;
-    status = viking_engine_known(engine, weight);
-    if (status == VIKING_OK && home->bytes != engine->weights[weight].home->bytes)
+    if (home->bytes != engine->weights[weight].home->bytes)
         status = viking_status_fail(VIKING_ERROR_INVALID, "a home of %zu bytes cannot take the place of one of %zu",
                                     home->bytes, engine->weights[weight].home->bytes);
     if (status == VIKING_OK)

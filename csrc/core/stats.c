@@ -16,12 +16,9 @@ static viking_residency residency_of(const viking_engine *engine, uint32_t weigh
 
 viking_status viking_engine_weight_stats(viking_engine *engine, uint32_t weight, viking_weight_stats *out)
 {
-    viking_status status = viking_engine_enter(engine);
+    viking_status status = viking_engine_enter_weight(engine, weight);
     if (status != VIKING_OK)
         return status;
-    status = viking_engine_known(engine, weight);
-    if (status != VIKING_OK)
-        goto done;
     const viking_weight *self = &engine->weights[weight];
     *out = (viking_weight_stats){.bytes = self->bytes,
                                  .uses = self->uses,
@@ -31,7 +28,6 @@ viking_status viking_engine_weight_stats(viking_engine *engine, uint32_t weight,
     const viking_slab *slab = &engine->slab;
     if (slab->base != NULL && weight < slab->map->count && slab->present[weight])
         out->device_address = slab->base + slab->map->offsets[weight];
-done:
     viking_engine_leave(engine);
     return status;
 }

@@ -46,11 +46,10 @@ viking_status viking_engine_forget_trained(viking_engine *engine)
 
 viking_status viking_engine_set_trained(viking_engine *engine, uint32_t weight, viking_training training)
 {
-    viking_status status = viking_engine_enter(engine);
+    viking_status status = viking_engine_enter_weight(engine, weight);
     if (status != VIKING_OK)
         return status;
-    status = viking_engine_known(engine, weight);
-    if (status == VIKING_OK && engine->weights[weight].training != training) {
+    if (engine->weights[weight].training != training) {
         engine->weights[weight].training = training;
         engine->weights[weight].step_expected = training == VIKING_STEPPED_ANYTIME;
         viking_slab_forget(&engine->slab, weight);
@@ -62,11 +61,10 @@ viking_status viking_engine_set_trained(viking_engine *engine, uint32_t weight, 
 
 viking_status viking_engine_expect_step(viking_engine *engine, uint32_t weight)
 {
-    viking_status status = viking_engine_enter(engine);
+    viking_status status = viking_engine_enter_weight(engine, weight);
     if (status != VIKING_OK)
         return status;
-    status = viking_engine_known(engine, weight);
-    if (status == VIKING_OK && engine->weights[weight].training != VIKING_FROZEN) {
+    if (engine->weights[weight].training != VIKING_FROZEN) {
         engine->weights[weight].step_expected = true;
         viking_slab_forget(&engine->slab, weight);
         viking_engine_update_may_block(engine);

@@ -274,7 +274,7 @@ PyObject *viking_py_engine_for_weight(PyObject *object, PyObject *argument,
         status = function(call.engine, weight);
         viking_py_call_end(&call);
     }
-    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+    return viking_py_done(status);
 }
 
 PyDoc_STRVAR(remove_doc, "remove(weight)\n--\n\nForget a weight, once no copy reads its home any more. RuntimeError "
@@ -358,7 +358,7 @@ static PyObject *engine_use_window(PyObject *object, PyObject *argument)
         status = viking_engine_use_window(call.engine, nbytes);
         viking_py_call_end(&call);
     }
-    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+    return viking_py_done(status);
 }
 
 /* A method that takes nothing and gives nothing and may wait. */
@@ -370,7 +370,7 @@ static PyObject *plain(PyObject *object, viking_status (*function)(viking_engine
         status = function(call.engine);
         viking_py_call_end(&call);
     }
-    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+    return viking_py_done(status);
 }
 
 PyDoc_STRVAR(drain_doc, "drain_copies()\n--\n\nWait until no copy reads any home.");
@@ -437,7 +437,7 @@ static PyObject *engine_use_layout(PyObject *object, PyObject *argument)
         status = viking_engine_use_layout(call.engine, base, stream);
         viking_py_call_end(&call);
     }
-    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+    return viking_py_done(status);
 }
 
 PyDoc_STRVAR(drop_slab_doc, "drop_slab()\n--\n\nWait until nothing touches the slab any more; its memory may be freed "
@@ -499,7 +499,7 @@ static PyObject *engine_release(PyObject *object, PyObject *argument)
     if (PyErr_Occurred() || viking_py_engine_stream(object, &stream) < 0)
         return NULL;
     viking_status status = viking_py_engine_release(object, ticket, stream);
-    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+    return viking_py_done(status);
 }
 
 /* ---- what happened ---- */

@@ -41,3 +41,8 @@ PyObject *viking_py_raise(viking_status status)
     Py_XDECREF(message);
     return NULL;
 }
+
+PyObject *viking_py_done(viking_status status)
+{
+    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+}

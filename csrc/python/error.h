@@ -17,4 +17,7 @@
  */
 PyObject *viking_py_raise(viking_status status);
 
+/* None, or the same. */
+PyObject *viking_py_done(viking_status status);
+
 #endif

@@ -74,7 +74,7 @@ static PyObject *home_fill(PyObject *object, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     status = viking_home_fill(home, (size_t)offset, (const void *)(uintptr_t)address, (size_t)nbytes);
     Py_END_ALLOW_THREADS
-    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+    return viking_py_done(status);
 }
 
 static int read_pieces(PyObject *list, viking_piece *pieces)
@@ -146,7 +146,7 @@ static PyObject *home_retire(PyObject *object, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS
     status = viking_home_retire(home);
     Py_END_ALLOW_THREADS
-    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
+    return viking_py_done(status);
 }
 
 static PyObject *home_address(PyObject *object, void *closure)

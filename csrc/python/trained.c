@@ -5,11 +5,6 @@
 #include "home.h"
 #include "state.h"
 
-static PyObject *done_or_raise(viking_status status)
-{
-    return status == VIKING_OK ? Py_NewRef(Py_None) : viking_py_raise(status);
-}
-
 const char viking_py_set_trained_doc[] = "set_trained(weight, training)\n--\n\nWhen the host writes to it unseen: 0 "
                                          "never, 1 between passes, 2 at any moment.";
 
@@ -26,7 +21,7 @@ PyObject *viking_py_set_trained(PyObject *object, PyObject *args)
         status = viking_engine_set_trained(call.engine, weight, (viking_training)training);
         viking_py_call_end(&call);
     }
-    return done_or_raise(status);
+    return viking_py_done(status);
 }
 
 const char viking_py_forget_trained_doc[] =
@@ -41,7 +36,7 @@ PyObject *viking_py_forget_trained(PyObject *object, PyObject *unused)
         status = viking_engine_forget_trained(call.engine);
         viking_py_call_end(&call);
     }
-    return done_or_raise(status);
+    return viking_py_done(status);
 }
 
 const char viking_py_expect_step_doc[] =
@@ -95,7 +90,7 @@ PyObject *viking_py_download_await(PyObject *object, PyObject *argument)
         status = viking_engine_download_await(call.engine, ticket);
         viking_py_call_end(&call);
     }
-    return done_or_raise(status);
+    return viking_py_done(status);
 }
 
 const char viking_py_download_release_doc[] = "download_release(ticket)\n--\n\nWhat the current stream is given from "
@@ -113,7 +108,7 @@ PyObject *viking_py_download_release(PyObject *object, PyObject *argument)
         status = viking_engine_download_release(call.engine, ticket, stream);
         viking_py_call_end(&call);
     }
-    return done_or_raise(status);
+    return viking_py_done(status);
 }
 
 static PyObject *for_home(PyObject *object, PyObject *home, viking_status (*function)(viking_engine *, viking_home *))
@@ -126,7 +121,7 @@ static PyObject *for_home(PyObject *object, PyObject *home, viking_status (*func
         status = function(call.engine, viking_py_home_of(home));
         viking_py_call_end(&call);
     }
-    return done_or_raise(status);
+    return viking_py_done(status);
 }
 
 const char viking_py_pin_home_doc[] = "pin_home(home)\n--\n\nPin a Home that is no weight's, and keep it alive until "

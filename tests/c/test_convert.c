@@ -7,26 +7,10 @@
 
 #include "base/os.h"
 #include "core/convert.h"
+#include "random_bits.h"
 
 static const viking_convert_implementation VECTOR[] = {VIKING_CONVERT_AVX2, VIKING_CONVERT_AVX512, VIKING_CONVERT_AUTO};
 enum { VECTOR_COUNT = sizeof VECTOR / sizeof *VECTOR };
-
-static uint64_t random_state = 0x9e3779b97f4a7c15u;
-
-static uint32_t random_bits(void)
-{
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return (uint32_t)(random_state >> 24);
-}
-
-static float float_of(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 static uint16_t scalar_fp32(uint32_t bits)
 {

@@ -7,27 +7,11 @@
 
 #include "base/os.h"
 #include "core/quantize.h"
+#include "random_bits.h"
 
 static const float LARGEST[] = {448.0f, 57344.0f, 127.0f};
 static const char *const FORMATS[] = {"e4m3fn", "e5m2", "int8"};
 static const size_t ELEMENT_BYTES[] = {4, 2, 2};
-
-static uint64_t random_state = 0x9e3779b97f4a7c15u;
-
-static uint32_t random_bits(void)
-{
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return (uint32_t)(random_state >> 24);
-}
-
-static float float_of(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 /* What a code means, by the definition of its format. */
 static double value_of(uint8_t code, viking_quantize_format format)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from importlib import import_module
+from typing import Any
 
 #: Where the slab's alignment comes from: every weight starts at a multiple of this (csrc/core/map.h).
 ALIGNMENT = 256
@@ -202,6 +203,14 @@ class Shape:
         listed = tuple(Weight(layer.name, layer.nbytes(weights), layer.block) for layer in self.layers)
         trace = Trace(f"{self.name}, {mode}, rank {rank}, {weights}", listed, tuple(uses))
         return Trace(trace.name, listed, trace.uses, trace.find_sweeps())
+
+
+def in_proportion(size: Any, hidden: int, **least: int) -> Any:
+    """A transformer's size at another width: its `mlp` and the counts that are named follow, the latter down to a least
+    number each."""
+    scale = Fraction(hidden, size.hidden)
+    counts = {name: max(number, int(getattr(size, name) * scale)) for name, number in least.items()}
+    return replace(size, hidden=hidden, mlp=int(size.mlp * scale), **counts)
 
 
 _MODULES = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from . import Layer, Shape
+from . import Layer, Shape, in_proportion
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,7 @@ class Size:
 
     def at_width(self, hidden: int) -> Size:
         """The same depth and number of heads, with everything else in proportion."""
-        scale = Fraction(hidden, self.hidden)
-        return replace(
-            self,
-            hidden=hidden,
-            mlp=int(self.mlp * scale),
-            image_tokens=max(8, int(self.image_tokens * scale)),
-            text_tokens=max(4, int(self.text_tokens * scale)),
-        )
+        return in_proportion(self, hidden, image_tokens=8, text_tokens=4)
 
 
 FLUX1 = Size("flux1", 3072, 24, 12288, double_blocks=19, single_blocks=38, gated=False, bias=True, modulated=True)

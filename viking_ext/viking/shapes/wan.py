@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from . import Layer, Shape
+from . import Layer, Shape, in_proportion
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,7 @@ class Size:
 
     def at_width(self, hidden: int) -> Size:
         """The same depth and number of heads, with everything else in proportion."""
-        scale = Fraction(hidden, self.hidden)
-        return replace(
-            self,
-            hidden=hidden,
-            mlp=int(self.mlp * scale),
-            video_tokens=max(8, int(self.video_tokens * scale)),
-            text_tokens=max(4, int(self.text_tokens * scale)),
-        )
+        return in_proportion(self, hidden, video_tokens=8, text_tokens=4)
 
 
 WAN14B = Size()
