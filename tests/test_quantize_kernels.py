@@ -28,7 +28,7 @@ SHAPES = [(1, 1), (3, 7), (5, 8), (2, 4096), (7, 1031), (64, 264), (3, 2052), (4
 def on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        pytest.skip("there is no C++ compiler")
+        pytest.skip("needs a C++ compiler, which nothing else here does")
     library = tmp_path_factory.mktemp("kernels") / "dequantize.so"
     quant = Path(nvrtc.__file__).parent
     subprocess.run(
@@ -121,11 +121,9 @@ def test_a_refusal_names_the_call(driver: Driver, monkeypatch: pytest.MonkeyPatc
         nvrtc.dequantize_into(codes_of_all((4, 4), torch.int8), None, torch.empty(4, 4))
 
 
-def test_every_kernel_compiles_where_nvrtc_is() -> None:
-    try:
-        library = nvrtc.library()
-    except OSError as error:
-        pytest.skip(str(error))
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA and brings no NVRTC")
+def test_every_kernel_compiles_with_the_nvrtc_that_torch_brings() -> None:
+    library = nvrtc.library()
 
     assert all(f"viking_{name}".encode() in nvrtc.compile_for("sm_90", library)
                for name in ("e4m3fn_to_bfloat16", "e5m2_to_float16", "int8_to_float32"))
