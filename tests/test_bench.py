@@ -142,6 +142,18 @@ def test_where_the_model_does_not_fit_the_floor_is_scaled_from_a_depth_that_does
     assert rows[1]["weight_bytes"] == 2 * rows[0]["weight_bytes"]
 
 
+def test_a_model_that_host_memory_cannot_hold_is_refused_before_it_is_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "memory_available", lambda: 24_000_000_000)
+    monkeypatch.setattr(Model, "build", lambda *args: pytest.fail("it was built"))
+
+    assert command.main(["flux2", "--device", "cpu"]) == 2
+
+    error = capsys.readouterr().err
+    assert "flux2 in bfloat16 takes 62.8 GB of host memory and 24.0 GB are free: measure a part" in error
+
+
 def test_all_quick_measures_a_few_blocks_of_each_model_with_room_for_a_quarter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

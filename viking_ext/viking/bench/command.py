@@ -20,11 +20,14 @@ from viking.bench import memory, models, overhead, peers
 from viking.bench.engines import Bench, Reference, run_peer, run_resident, run_viking
 from viking.bench.measure import Floor
 from viking.bench.rows import Row, table
+from viking.machine import memory_available
 from viking.nn.device import resolve_device
 from viking.units import format_bytes, parse_bytes
 
 #: What a step needs beside the weights, for the question whether a resident run fits.
 BESIDE_WEIGHTS = 6_000_000_000
+#: What the process needs of host memory beside the weights.
+HOST_BESIDE_WEIGHTS = 2_000_000_000
 QUICK = {"flux1": Fraction(1, 6), "flux2": Fraction(1, 8), "sdxl": Fraction(1, 2), "wan14b": Fraction(1, 10)}
 QUICK_SHARE = 4  # of the weights, one in so many fits
 
@@ -103,8 +106,21 @@ def _reference(whole: Bench, options: argparse.Namespace) -> Reference:
     return Reference(scaled, None, found.row)
 
 
+def _refuse_what_does_not_fit(model: models.Model, options: argparse.Namespace, device: torch.device) -> None:
+    """ValueError where host memory cannot hold the weights, which would end the process or the machine's patience."""
+    need = model.shape.parameters * getattr(torch, options.weights).itemsize
+    free = memory_available()
+    on_host = device.type == "cpu" or options.engine != ["resident"]
+    if on_host and free is not None and need + HOST_BESIDE_WEIGHTS > free:
+        raise ValueError(
+            f"{model.title} in {options.weights} takes {format_bytes(need)} of host memory and {format_bytes(free)} "
+            "are free: measure a part of it, such as --depth 1/16"
+        )
+
+
 def _measure(model: models.Model, options: argparse.Namespace, steps: int, budgets: list[int]) -> Iterator[Row]:
     device = resolve_device(options.device)
+    _refuse_what_does_not_fit(model, options, device)
     whole = _bench(model, options, device, steps)
     engines = options.engine or ["viking"]
     others = _peers(options)

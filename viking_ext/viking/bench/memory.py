@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from viking.machine import text_of
+
 
 def candidate_bytes(model: nn.Module) -> int:
     """Of everything that is frozen."""
@@ -48,11 +50,8 @@ def torch_peak(device: torch.device) -> int:
 
 def host_in_use() -> int:
     """Resident set of this process; 0 where the system does not tell."""
-    try:
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS:"))
-    except OSError:
-        return 0
+    lines = text_of("/proc/self/status").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
 
 
 def host_peak() -> int:
