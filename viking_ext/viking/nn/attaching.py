@@ -71,9 +71,16 @@ def attach(
         if present.options == asked:
             return model
         raise ValueError("this model is attached already, with other arguments: call viking.detach(model) first")
-    with DeviceEngine.lock, make_progress(progress) as report:
-        MemoryManager(model, DeviceEngine.of(target), ignore, asked, trained).start(report, budget, _pin_limit(pin))
-    return model
+    with DeviceEngine.lock:
+        manager = MemoryManager(model, DeviceEngine.of(target), ignore, asked, trained)
+        try:
+            with make_progress(progress) as report:
+                manager.start(report, budget, _pin_limit(pin))
+            return model
+        except BaseException:
+            if manager.started:  # an interrupt when all was done
+                manager.stop()
+            raise
 
 
 def _pin_limit(pin: str | int | bool) -> int | None:

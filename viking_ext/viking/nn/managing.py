@@ -513,6 +513,7 @@ class MemoryManager:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        self.started = False
         self.module.__dict__.pop("_memory_manager", None)
         for module, origin in reversed(self.moved):
             apply = _apply_of(module)
