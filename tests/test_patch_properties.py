@@ -47,13 +47,14 @@ class Change:
 @st.composite
 def changes(draw: st.DrawFn, count: int) -> list[Change]:
     """Changes of a file of so many lines, from top to bottom, not overlapping."""
-    made, at = [], 0
+    made, at, inserted = [], 0, -1
     for _ in range(draw(st.integers(1, 3))):
         begin = draw(st.integers(at, count))
-        end = min(count, begin + draw(st.integers(0, 2)))
+        # Two insertions at one place have no order that their contexts tell: a diff has them as one change.
+        end = min(count, begin + draw(st.integers(1 if begin == inserted else 0, 2)))
         lines = tuple(draw(st.lists(LINE, min_size=0 if end > begin else 1, max_size=3)))
         made.append(Change(begin, end, lines, draw(st.integers(0, 3)), draw(st.integers(0, 3))))
-        at = end
+        at, inserted = end, end if end == begin else -1
         if at >= count:
             break
     return made
