@@ -66,11 +66,13 @@ class StreamedLinear(torch.autograd.Function):
 def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     grad_x = grad_weight = grad_bias = None
     ctx.has_sent = False
-    rows = grad_y.reshape(-1, grad_y.shape[-1])
+    rows = _rows(grad_y)
     weight, bias = ctx.targets
     if ctx.needs_input_grad[0]:
         grad_x = with_weight(ctx.manager, partial(_input_gradient, ctx, rows))
-        grad_x = grad_x.reshape(ctx.x_shape).to(ctx.x_dtype)
+        if rows is not grad_y:
+            grad_x = grad_x.reshape(ctx.x_shape)
+        grad_x = _as(grad_x, ctx.x_dtype)
     if weight is not None:
         (x,) = ctx.saved_tensors
         grad_weight = _deliver(ctx, weight, 1, partial(_weight_gradient, rows, x, weight.dtype))
@@ -86,12 +88,16 @@ def apply(
 ) -> torch.Tensor:
     """The forward of a managed Linear."""
     refusals.refuse_transforms()
-    return StreamedLinear.apply(x, manager, weight, bias)
+    return _apply(torch._C._functorch.unwrap_if_dead(x), manager, weight, bias)
+
+
+#: Function.apply does first what :func:`apply` does at less cost.
+_apply = super(torch.autograd.Function, StreamedLinear).apply
 
 
 def with_weight(manager: LinearLayerMemoryManager, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
     """compute(weight, bias). The span of an 8-bit weight is free again as soon as its dequantising was queued."""
-    if isinstance(manager.module._parameters["weight"], QuantizedWeight):
+    if type(manager.module._parameters["weight"]) is QuantizedWeight:  # isinstance asks torch's Parameter, in Python
         return compute(*manager.use(_off_the_span))
     return manager.use(compute)
 
@@ -100,12 +106,23 @@ def _off_the_span(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torc
     return weight.dequantize(), None if bias is None else bias.clone()
 
 
+# In Python, a call that changes nothing costs as much as the engine's part of a use.
+
+
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])
+
+
+def _as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def _weight_gradient(rows: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return rows.t().mm(x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(dtype)
+    return _as(rows.t().mm(_as(_rows(x), rows.dtype)), dtype)
 
 
 def _bias_gradient(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return rows.sum(0).to(dtype)
+    return _as(rows.sum(0), dtype)
 
 
 def _deliver(ctx: Any, parameter: torch.Tensor, edge: int, make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
@@ -178,7 +195,7 @@ def _is_column_major(x: torch.Tensor) -> bool:
 def _input_gradient(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """grad_y W, (rows, out) x (out, in), with the operands in the order in which torch's own backward has them."""
     _check_version(ctx)
-    weight = weight.to(rows.dtype)
+    weight = _as(weight, rows.dtype)
     return weight.t().mm(rows.t()).t() if ctx.column_major else rows.mm(weight)
 
 

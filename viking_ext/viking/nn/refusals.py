@@ -77,10 +77,10 @@ def once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[.
 
     @functools.wraps(backward)
     def outer(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return results
         depends_on = [t for t in (*grads, *ctx.saved_tensors, *ctx.targets) if t is not None and t.requires_grad]
         tensors = [t for t in results if t is not None]
         if not depends_on or not tensors:
