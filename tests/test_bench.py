@@ -14,10 +14,13 @@ from torch import nn
 
 import viking
 from viking import shapes
-from viking.bench import command, memory, models, overhead, peers
+from viking.bench import command, engines, memory, models, overhead, peers
+from viking.bench.engines import Reference
 from viking.bench.measure import Floor, train_step
 from viking.bench.models import Lora, Model
+from viking.bench.models.weights import Weights, dequantize_at_each_use
 from viking.bench.rows import Row, table
+from viking.quant.formats import FORMATS
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -41,7 +44,7 @@ def recorded_order(model: nn.Module, layers: list[nn.Linear]) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["checkpointed", "forward"])
 def test_a_step_uses_the_linears_in_the_order_of_the_shape(small: Model, mode: str) -> None:
-    model, x = small.build(2, torch.float32, CPU, CPU), small.make_input(torch.float32, CPU)
+    model, x = small.build(2, Weights("float32"), CPU, CPU), small.make_input(torch.float32, CPU)
     called: list[nn.Linear] = []
     layers = [module.linear for module in model.modules() if isinstance(module, Lora)]
     hooks = [layer.register_forward_hook(lambda module, *_: called.append(module)) for layer in layers]
@@ -76,15 +79,56 @@ def test_shapes_have_the_published_sizes(name: str, layers: int, billions: float
     assert round(shape.parameters / 1e9, 1) == billions
 
 
-def test_the_model_is_built_the_same_every_time_and_each_linear_is_finished_once(small: Model) -> None:
-    finished: list[nn.Linear] = []
-    first = small.build(2, torch.bfloat16, CPU, CPU, finished.append)
-    second = small.build(2, torch.bfloat16, CPU, CPU)
+@pytest.mark.parametrize("weights", ["bfloat16", "float8_e4m3fn", "int8"])
+def test_the_model_is_built_the_same_every_time(small: Model, weights: str) -> None:
+    first, second = (small.build(2, Weights(weights), CPU, CPU) for _ in range(2))
 
-    assert len(finished) == len(small.shape.layers) == len(set(finished))
-    for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(a, b)
+    for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert {p.requires_grad for p in first.parameters()} == {True, False}
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_weights_in_8_bit_are_those_of_quantize(weights: str) -> None:
+    """About: the same scale, and codes that are at most one apart where a product was rounded the other way."""
+    there, mine = nn.Linear(512, 256, bias=False, dtype=torch.bfloat16), nn.Linear(512, 256, bias=False)
+    there.requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    there.weight.normal_(0, 0.02, generator=generator)
+    viking.quantize_(there, weights)
+
+    Weights(weights).fill([mine], CPU, CPU)
+
+    found, expected = mine.weight.dequantize().float(), there.weight.dequantize().float()
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    assert memory.candidate_bytes(mine) == memory.candidate_bytes(there)
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_a_run_with_8_bit_weights_is_that_of_the_resident_model(weights: str, tmp_path: Path) -> None:
+    model = SMALL["flux2"]
+    status, rows = run(tmp_path, *arguments_of(model)[:-1], weights, "--verify", "--weights-budget", "1MB", "2MB")
+
+    assert status == 0
+    resident, *ours = rows
+    elements = model.shape.parameters
+    assert elements <= resident["weight_bytes"] <= elements + 4 * sum(layer.outputs for layer in model.shape.layers)
+    assert [row["identical"] for row in ours] == [True, True]
+
+
+def test_the_resident_model_keeps_codes_for_backward_and_not_the_weights_in_16_bit() -> None:
+    model = SMALL["flux2"].build(2, Weights("int8"), CPU, CPU)
+    dequantize_at_each_use(model)
+    linear = next(module for module in model.modules() if isinstance(module, Lora)).linear
+    x = torch.randn(3, linear.in_features, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        kept: list[torch.Tensor] = []
+        y = linear(x)
+    y.sum().backward()
+
+    expected = torch.autograd.grad(nn.functional.linear(x, linear.weight.dequantize()).sum(), x)[0]
+    assert kept == []
+    assert torch.equal(x.grad, expected)
 
 
 def run(tmp_path: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -247,8 +291,45 @@ def test_without_a_cap_a_peer_offloads_everything(tmp_path: Path, checkout: Path
     assert rows[1]["setting"] == "offload 100%"
 
 
+def test_a_setting_that_is_named_is_the_only_one_tried(tmp_path: Path, checkout: Path) -> None:
+    _, rows = run(tmp_path, *arguments_of(SMALL["flux2"]), "--vram", "1GB", "--engine", f"ai-toolkit:{checkout}@0.5")
+    assert [(row["setting"], row["note"]) for row in rows[1:]] == [("offload 50%", "out of memory")]
+
+
+def test_settings_that_cannot_fit_are_not_tried() -> None:
+    model = SMALL["flux2"].build(1, Weights("int8"), CPU, CPU)
+    every = sum(memory.candidate_bytes(block) for block in model.blocks)
+    musubi = peers.Musubi.__new__(peers.Musubi)
+    toolkit = peers.Toolkit.__new__(peers.Toolkit)
+
+    swapped_less = [musubi.kept_bytes(model, (share, 1)) for share in (0.2, 0.6, 1.0)]
+    offloaded_less = [toolkit.kept_bytes(model, share) for share in (0.3, 0.7, 1.0)]
+
+    assert swapped_less == sorted(swapped_less, reverse=True)
+    assert offloaded_less == sorted(offloaded_less, reverse=True)
+    assert swapped_less[0] <= every
+    room = toolkit.kept_bytes(model, 0.7)
+    row = Row("", "", weight_bytes=every, device_in_use=every + 9)
+    reference = Reference(Floor(every, 1.0, 1.0, 1.0, 1.0), None, row)
+    assert engines._promising(toolkit, model, reference, room + 9) == [0.7, 0.8, 0.9, 0.96, 1.0]
+    assert engines._promising(toolkit, model, reference, 9) == [1.0]
+
+
+def test_a_peer_gets_8_bit_weights_as_plain_codes() -> None:
+    model = SMALL["flux2"].build(1, Weights("float8_e4m3fn"), CPU, CPU)
+    lora = next(module for module in model.modules() if isinstance(module, Lora))
+    x = torch.randn(2, lora.linear.in_features, dtype=torch.bfloat16)
+    expected = lora(x)
+
+    peers._use_plain_codes(model, CPU)
+
+    assert lora.linear.weight.dtype == torch.float8_e4m3fn
+    assert type(lora.linear).__name__.endswith("Linear")
+    assert torch.equal(lora(x), expected)
+
+
 def test_what_shares_a_ring_has_one_class() -> None:
-    model = SMALL["flux2"].build(1, torch.float32, CPU, CPU)
+    model = SMALL["flux2"].build(1, Weights("float32"), CPU, CPU)
     runs = peers._runs(model.blocks)
     assert [kind for kind, _ in runs] == ["DoubleBlock", "SingleBlock"]
     assert sum(len(run) for _, run in runs) == len(model.blocks)
@@ -260,6 +341,7 @@ def test_what_shares_a_ring_has_one_class() -> None:
         (["flux2", "--engine", "kohya:there"], "'kohya' is unknown; there are viking, resident, ai-toolkit:PATH"),
         (["flux2", "--engine", "musubi"], "'musubi' is unknown"),
         (["flux2", "--engine", "musubi:nowhere"], "nowhere/src is no checkout that can be used"),
+        (["flux2", "--engine", "musubi:there@half"], "a setting of musubi is the share of the blocks"),
         (["flux2", "--width", "97"], "multiple of 96, not 97"),
         (["flux2", "--depth", "0"], "--depth: 0 is not above 0"),
         (["flux2", "--steps", "0"], "at least 1"),

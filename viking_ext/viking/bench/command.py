@@ -19,9 +19,11 @@ from viking import bench as described
 from viking.bench import memory, models, overhead, peers
 from viking.bench.engines import Bench, Reference, run_peer, run_resident, run_viking
 from viking.bench.measure import Floor
+from viking.bench.models.weights import FLOATS, Weights
 from viking.bench.rows import Row, table
 from viking.machine import memory_available
 from viking.nn.device import resolve_device
+from viking.quant.formats import FORMATS
 from viking.units import format_bytes, parse_bytes
 
 #: What a step needs beside the weights, for the question whether a resident run fits.
@@ -43,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--depth", type=Fraction, help="fraction of the blocks, such as 1/4 (default 1)")
     parser.add_argument("--width", type=int, help="hidden size, instead of the model's own")
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA on every linear (default 16)")
-    parser.add_argument("--weights", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--weights", choices=[*FLOATS, *FORMATS], default="bfloat16", help="form of what is frozen")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--vram", nargs="+", default=[], metavar="SIZE", help="caps for the whole process, in turn")
     sizes.add_argument("--weights-budget", nargs="+", default=[], metavar="SIZE", help="for the weights alone, in turn")
@@ -52,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="viking (default), resident, ai-toolkit:PATH, musubi:PATH; may be repeated",
+        help="viking (default), resident, ai-toolkit:PATH[@SHARE], musubi:PATH[@SHARE,RING]; may be repeated",
     )
     parser.add_argument("--steps", type=int, default=6, help="that are timed (default 6)")
     parser.add_argument("--quick", action="store_true", help="of all: a few blocks, three steps")
@@ -63,22 +65,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _peers(options: argparse.Namespace) -> list[peers.Peer]:
     named = [engine.partition(":") for engine in options.engine if engine not in ("viking", "resident")]
-    return [peers.load(name, path) for name, _, path in named]
+    return [peers.load(name, *path.partition("@")[::2]) for name, _, path in named]
 
 
 def _bench(model: models.Model, options: argparse.Namespace, device: torch.device, steps: int) -> Bench:
-    dtype = getattr(torch, options.weights)
-
-    def build(weights_on: torch.device) -> torch.nn.Module:
-        return model.build(options.rank, dtype, weights_on, device)
-
-    return Bench(model, options.rank, options.weights, device, steps, build, model.make_input(dtype, device))
+    x = model.make_input(options.weights.computes_in, device)
+    return Bench(model, options.rank, options.weights, device, steps, x)
 
 
 def _resident_depth(model: models.Model, options: argparse.Namespace, device: torch.device) -> Fraction:
     """The largest depth, halved as often as it takes, at which everything fits on the device."""
     free, depth = memory.device_free(device), model.depth
-    element = getattr(torch, options.weights).itemsize
+    element = options.weights.bytes_per_element
     while free is not None and depth > Fraction(1, 64):
         shape = models.Model(model.name, depth, model.width).shape
         if shape.parameters * element + BESIDE_WEIGHTS < free:
@@ -98,7 +96,8 @@ def _reference(whole: Bench, options: argparse.Namespace) -> Reference:
     found.row.note = "everything resident does not fit: times of T1 are scaled from this depth"
     if options.verify:
         budget = (found.row.weight_bytes or 0) // 2
-        print(run_viking(small, found, budget=budget), flush=True)
+        with small.model_on_host() as ready:
+            print(run_viking(small, found, ready, budget=budget), flush=True)
     scale = whole.model.shape.parameters / part.shape.parameters
     floor = found.floor
     nbytes = round(floor.candidate_bytes * scale)
@@ -108,13 +107,13 @@ def _reference(whole: Bench, options: argparse.Namespace) -> Reference:
 
 def _refuse_what_does_not_fit(model: models.Model, options: argparse.Namespace, device: torch.device) -> None:
     """ValueError where host memory cannot hold the weights, which would end the process or the machine's patience."""
-    need = model.shape.parameters * getattr(torch, options.weights).itemsize
+    need = model.shape.parameters * options.weights.bytes_per_element
     free = memory_available()
     on_host = device.type == "cpu" or options.engine != ["resident"]
     if on_host and free is not None and need + HOST_BESIDE_WEIGHTS > free:
         raise ValueError(
-            f"{model.title} in {options.weights} takes {format_bytes(need)} of host memory and {format_bytes(free)} "
-            "are free: measure a part of it, such as --depth 1/16"
+            f"{model.title} in {options.weights.name} takes {format_bytes(need)} of host memory and "
+            f"{format_bytes(free)} are free: measure a part of it, such as --depth 1/16"
         )
 
 
@@ -127,17 +126,15 @@ def _measure(model: models.Model, options: argparse.Namespace, steps: int, budge
     reference = _reference(whole, options)
     yield reference.row
     caps = [parse_bytes(text, "--vram") for text in options.vram]
-    for vram in caps:
-        if "viking" in engines:
-            yield run_viking(whole, reference, vram=vram, deep=True)
-        for peer in others:
-            yield run_peer(whole, reference, peer, vram)
-    for budget in [parse_bytes(text, "--weights-budget") for text in options.weights_budget] + budgets:
-        if "viking" in engines:
-            yield run_viking(whole, reference, budget=budget, deep=True)
-    if not caps:
-        for peer in others:
-            yield run_peer(whole, reference, peer, None)
+    if "viking" in engines:
+        with whole.model_on_host() as ready:
+            for vram in caps:
+                yield run_viking(whole, reference, ready, vram=vram, deep=True)
+            for budget in [parse_bytes(text, "--weights-budget") for text in options.weights_budget] + budgets:
+                yield run_viking(whole, reference, ready, budget=budget, deep=True)
+    for peer in others:
+        for cap in caps or (None,):
+            yield run_peer(whole, reference, peer, cap)
 
 
 def _model(options: argparse.Namespace) -> models.Model:
@@ -151,7 +148,7 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
     for name in models.names():
         depth = options.depth or (QUICK[name] if options.quick else Fraction(1))
         model = models.Model(name, depth, options.width)
-        share = model.shape.parameters * getattr(torch, options.weights).itemsize // QUICK_SHARE
+        share = model.shape.parameters * options.weights.bytes_per_element // QUICK_SHARE
         fixed = options.vram or options.weights_budget
         yield from _measure(model, options, 3 if options.quick else options.steps, [] if fixed else [share])
 
@@ -170,6 +167,7 @@ def _check(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, 1 where results differ from the resident run's, 2 for what cannot be run."""
     options = _parser().parse_args(arguments)
+    options.weights = Weights(options.weights)
     try:
         _check(options)
         found: list[Any] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +26,11 @@ from viking.bench.measure import (
     train_step,
 )
 from viking.bench.models import Model
+from viking.bench.models.weights import Weights, dequantize_at_each_use
 from viking.bench.peers import Peer
 from viking.bench.rows import Row
+from viking.quant.formats import FORMATS
 from viking.shapes import Machine
-
-Build = Callable[[torch.device], nn.Module]
 
 
 @dataclass
@@ -39,11 +39,23 @@ class Bench:
 
     model: Model
     rank: int
-    weights: str
+    weights: Weights
     device: torch.device
     steps: int
-    build: Build  # with its frozen weights on the given device
     x: torch.Tensor
+
+    def build(self, weights_on: torch.device) -> nn.Module:
+        return self.model.build(self.rank, self.weights, weights_on, self.device)
+
+    @contextmanager
+    def model_on_host(self) -> Iterator[nn.Module]:
+        """For several runs of ours one after the other: a detached model is as it was."""
+        _forget(self.device)
+        model = [self.build(torch.device("cpu"))]
+        try:
+            yield model[0]
+        finally:
+            model.clear()
 
     def row(self, engine: str, **known: Any) -> Row:
         return Row(self.model.title, engine, **known)
@@ -91,6 +103,7 @@ def run_resident(bench: Bench, verify: bool) -> Reference:
     """Everything on the device, and the link measured beside it."""
     _forget(bench.device)
     model = bench.build(bench.device)
+    dequantize_at_each_use(model)
     row = bench.row("resident", weight_bytes=memory.candidate_bytes(model))
     times, sample = _measure(bench, model, row, warm_up=3, steps=bench.steps)
     row.link = link_bandwidth(bench.device)
@@ -132,23 +145,32 @@ def _steady(model: nn.Module, x: torch.Tensor, row: Row) -> None:
 
 def _predict(bench: Bench, floor: Floor, budget: int) -> float | None:
     """Seconds that the planner foresees with this link, on a machine that computes a resident step in this time."""
-    if bench.weights not in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"):
+    weights = bench.weights.name
+    if weights not in ("bfloat16", *FORMATS):
         return None
     shape = bench.model.shape
-    known = shape.trace(weights=bench.weights, rank=bench.rank)
+    known = shape.trace(weights=weights, rank=bench.rank)
     scale = sum(use.compute_ns for use in known.uses) / 1e9 / (floor.forward + floor.backward)
     rates = Machine()
     machine = Machine(rates.flops_per_second * scale, rates.memory_bytes_per_second * scale)
-    trace = shape.trace(weights=bench.weights, rank=bench.rank, machine=machine)
+    trace = shape.trace(weights=weights, rank=bench.rank, machine=machine)
     return plan.report(trace, min(budget, trace.total_bytes), int(floor.bandwidth)).step_ns / 1e9
 
 
 def run_viking(
-    bench: Bench, reference: Reference, *, budget: int | None = None, vram: int | None = None, deep: bool = False
+    bench: Bench,
+    reference: Reference,
+    model: nn.Module,
+    *,
+    budget: int | None = None,
+    vram: int | None = None,
+    deep: bool = False,
 ) -> Row:
-    """Under a budget for the weights, or a cap for the process. `deep`: look for host waits and allocations as well."""
+    """Under a budget for the weights, or a cap for the process. `deep`: look for host waits and allocations as well.
+
+    model: on the host, as :meth:`Bench.model_on_host` makes it; it is so again afterwards.
+    """
     _forget(bench.device)
-    model = bench.build(torch.device("cpu"))
     row = bench.row("viking", vram=vram, weight_bytes=memory.candidate_bytes(model))
     floor, x = reference.floor, bench.x
     with memory.capped(bench.device, vram):
@@ -189,26 +211,38 @@ def _over(value: float | None, least: float) -> float | None:
 
 def run_peer(bench: Bench, reference: Reference, peer: Peer, vram: int | None) -> Row:
     """Its best setting that gets through under the cap; without a cap, the one that keeps least on the device."""
-    row = bench.row(peer.name, vram=vram, note="no setting fits")
-    for setting in peer.settings if vram is not None else peer.settings[-1:]:
-        tried = bench.row(peer.name, setting=peer.describe(setting), vram=vram)
+    _forget(bench.device)
+    models = [bench.build(torch.device("cpu"))]
+
+    def fresh_model() -> nn.Module:
+        return models.pop() if models else bench.build(torch.device("cpu"))
+
+    for setting in _promising(peer, models[0], reference, vram):
+        row = bench.row(peer.name, setting=peer.describe(setting), vram=vram)
         try:
             with memory.capped(bench.device, vram):
-                _try_peer(bench, reference, peer, setting, tried)
+                _try_peer(bench, reference, peer, fresh_model(), setting, row)
         except torch.OutOfMemoryError:
-            continue
+            row.note = "out of memory"
         except (ValueError, RuntimeError, AssertionError) as error:
-            tried.note = f"failed: {error}".splitlines()[0][:120]
-            row = tried
-            continue
-        if vram is None or (tried.device_in_use or 0) <= vram:
-            return tried
+            row.note = f"failed: {error}".splitlines()[0][:120]
+        _forget(bench.device)
+        if not row.note and (vram is None or (row.device_in_use or 0) <= vram):
+            return row
+    row.note = row.note or "no setting fits"
     return row
 
 
-def _try_peer(bench: Bench, reference: Reference, peer: Peer, setting: Any, row: Row) -> None:
-    _forget(bench.device)
-    model = bench.build(torch.device("cpu"))
+def _promising(peer: Peer, model: nn.Module, reference: Reference, vram: int | None) -> list[Any]:
+    """The settings to try: those that keep no more on the device than the cap leaves beside what the resident run
+    needed for all but the weights. Each try costs a model."""
+    if vram is None:
+        return list(peer.settings[-1:])
+    beside = (reference.row.device_in_use or 0) - (reference.row.weight_bytes or 0)
+    return [s for s in peer.settings if peer.kept_bytes(model, s) + beside <= vram] or list(peer.settings[-1:])
+
+
+def _try_peer(bench: Bench, reference: Reference, peer: Peer, model: nn.Module, setting: Any, row: Row) -> None:
     row.weight_bytes = memory.candidate_bytes(model)
     begin = time.perf_counter()
     peer.attach(model, bench.device, setting)

@@ -12,8 +12,9 @@ from viking.machine import text_of
 
 
 def candidate_bytes(model: nn.Module) -> int:
-    """Of everything that is frozen."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    """Of everything that is frozen, scales included."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    return sum(t.numel() * t.element_size() for t in (*frozen, *model.buffers()))
 
 
 @contextlib.contextmanager

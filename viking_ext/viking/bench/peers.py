@@ -15,8 +15,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from viking.bench.models import LoraFactor
+from viking.bench.memory import candidate_bytes
+from viking.bench.models import Lora, LoraFactor
+from viking.quant.dequantize import dequantize
+from viking.quant.weight import QuantizedWeight
 
 
 class Peer(Protocol):
@@ -29,6 +33,9 @@ class Peer(Protocol):
     def settings(self) -> Sequence[Any]: ...
 
     def describe(self, setting: Any) -> str: ...
+
+    def kept_bytes(self, model: nn.Module, setting: Any) -> int:
+        """Of weights, on the device at any moment; about."""
 
     def attach(self, model: nn.Module, device: torch.device, setting: Any) -> None:
         """`model` is on the host, its LoRA on the device."""
@@ -53,7 +60,11 @@ class Toolkit:
     """ai-toolkit's MemoryManager: a share of the linears is fetched at each use."""
 
     name = "ai-toolkit"
-    settings = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 1.0)
+    settings: Sequence[Any] = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 1.0)
+    form = "the share that it offloads, such as 0.7"
+    slots = 4  # the weights that it has on their way, or used, at once
+
+    read = float
 
     def __init__(self, path: str) -> None:
         with _importing_from(path, "toolkit.memory_management") as module:
@@ -61,6 +72,10 @@ class Toolkit:
 
     def describe(self, setting: Any) -> str:
         return f"offload {setting:.0%}"
+
+    def kept_bytes(self, model: nn.Module, setting: Any) -> int:
+        weights = sorted(candidate_bytes(module) for module in model.modules() if isinstance(module, nn.Linear))
+        return round((1 - setting) * sum(weights)) + sum(weights[-self.slots :])
 
     def attach(self, model: nn.Module, device: torch.device, setting: Any) -> None:
         random.seed(0)  # by which it picks what it offloads
@@ -76,7 +91,13 @@ class Musubi:
     """musubi-tuner's block swap, host to device only: what is not resident goes round a ring of a few blocks."""
 
     name = "musubi"
-    settings = tuple((share / 100, ring) for share in (20, 30, 40, 50, 60, 70, 80, 90, 100) for ring in (3, 2))
+    settings: Sequence[Any] = tuple((share / 100, ring) for share in range(20, 101, 4) for ring in (4, 3, 2))
+    form = "the share of the blocks that it swaps and the blocks of its ring, such as 0.6,2"
+
+    @staticmethod
+    def read(text: str) -> tuple[float, int]:
+        share, _, ring = text.partition(",")
+        return float(share), int(ring)
 
     def __init__(self, path: str) -> None:
         with _importing_from(f"{path}/src", "musubi_tuner.modules.custom_offloading_utils") as module:
@@ -86,11 +107,18 @@ class Musubi:
     def describe(self, setting: Any) -> str:
         return f"swap {setting[0]:.0%} of the blocks, ring {setting[1]}"
 
+    def kept_bytes(self, model: nn.Module, setting: Any) -> int:
+        share, ring = setting
+        kept = 0
+        for _, run in _runs(_blocks(model)):
+            swapped = round(share * len(run))
+            kept += (len(run) if swapped <= ring else len(run) - swapped + ring) * candidate_bytes(run[0])
+        return kept
+
     def attach(self, model: nn.Module, device: torch.device, setting: Any) -> None:
         share, ring = setting
-        blocks = getattr(model, "blocks", None)
-        if blocks is None:
-            raise ValueError("its blocks do not follow one another, which this offloader needs")
+        blocks = _blocks(model)
+        _use_plain_codes(model, device)
         config = self.module.BlockSwapConfig(
             device=device, supports_backward=True, use_pinned_memory=True, h2d_only=True, ring_size=ring
         )
@@ -109,6 +137,35 @@ class Musubi:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+
+
+class _DequantizedLinear(nn.Module):
+    """An 8-bit Linear as trainers have it that know nothing of ours: the codes are a Parameter, which may be moved and
+    replaced by others; its scales stay on the device."""
+
+    def __init__(self, linear: nn.Linear, device: torch.device) -> None:
+        super().__init__()
+        weight = linear.weight
+        assert isinstance(weight, QuantizedWeight)
+        self.weight = nn.Parameter(weight.data, requires_grad=False)
+        self.scale = None if weight.scale is None else weight.scale.to(device)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.to(device), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, dequantize(self.weight, self.scale, x.dtype), self.bias)
+
+
+def _use_plain_codes(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        if isinstance(module, Lora) and isinstance(module.linear.weight, QuantizedWeight):
+            setattr(module, "linear", _DequantizedLinear(module.linear, device))  # noqa: B010  (of another type)
+
+
+def _blocks(model: nn.Module) -> Any:
+    blocks = getattr(model, "blocks", None)
+    if blocks is None:
+        raise ValueError("its blocks do not follow one another, which this offloader needs")
+    return blocks
 
 
 def _runs(blocks: Any) -> list[tuple[str, list[nn.Module]]]:
@@ -136,9 +193,17 @@ def _around(block: nn.Module, offloader: Any, run: list[nn.Module], index: int) 
 _PEERS: dict[str, type[Toolkit] | type[Musubi]] = {"ai-toolkit": Toolkit, "musubi": Musubi}
 
 
-def load(name: str, path: str) -> Peer:
-    """ValueError for an unknown name, ImportError for a checkout that does not work."""
+def load(name: str, path: str, setting: str = "") -> Peer:
+    """`setting`: the only one to try. ValueError for an unknown name or setting, ImportError for a checkout that does
+    not work."""
     if name not in _PEERS or not path:
         known = ", ".join(f"{known}:PATH" for known in _PEERS)
         raise ValueError(f"--engine: {name!r} is unknown; there are viking, resident, {known}")
-    return _PEERS[name](path)
+    kind = _PEERS[name]
+    try:
+        only = (kind.read(setting),) if setting else ()
+    except ValueError:
+        raise ValueError(f"--engine: a setting of {name} is {kind.form}, not {setting!r}") from None
+    peer = kind(path)
+    peer.settings = only or peer.settings
+    return peer

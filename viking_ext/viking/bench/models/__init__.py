@@ -21,6 +21,7 @@ from torch import nn
 from viking.bench.models.flux import Flux
 from viking.bench.models.unet import Unet
 from viking.bench.models.wan import Wan
+from viking.bench.models.weights import Weights
 from viking.shapes import Shape, flux, sdxl, wan
 
 
@@ -98,30 +99,16 @@ class Model:
     def shape(self) -> Shape:
         return _KINDS[self.name].shape_of(self.size)
 
-    def build(
-        self,
-        rank: int,
-        dtype: torch.dtype,
-        weights_on: torch.device,
-        device: torch.device,
-        finish: Callable[[nn.Linear], None] | None = None,
-    ) -> nn.Module:
-        """Random weights made on `device` one by one and kept on `weights_on`: never twice in memory. LoRA on `device`.
+    def build(self, rank: int, weights: Weights, weights_on: torch.device, device: torch.device) -> nn.Module:
+        """Random weights made on `device` one by one and kept on `weights_on`: never twice in memory.
 
-        finish: is given each Linear as soon as it has its weight.
+        LoRA on `device`.
         """
+        dtype = weights.computes_in
         with torch.device("meta"):
             model = _KINDS[self.name].make(self.size).to(dtype)
         model.requires_grad_(False)
-        generator = torch.Generator(device).manual_seed(0)
-        for module in model.modules():
-            if not isinstance(module, nn.Linear):
-                continue
-            for name, parameter in list(module.named_parameters()):
-                fresh = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
-                setattr(module, name, nn.Parameter(fresh.to(weights_on), requires_grad=False))
-            if finish is not None:
-                finish(module)
+        weights.fill([m for m in model.modules() if isinstance(m, nn.Linear)], device, weights_on)
         torch.manual_seed(1)
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
