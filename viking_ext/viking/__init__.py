@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from viking._engine import LinearLayerMemoryManager
+    from viking.lora.fusing import FusionReport, fuse_lora, unfuse_lora
     from viking.nn.attaching import attach, detach, editing, refresh
     from viking.nn.managing import MemoryManager
     from viking.nn.precision import force_to_bf16
@@ -37,16 +38,20 @@ _HOMES = {
     "refresh": "viking.nn.attaching",
     "MemoryManager": "viking.nn.managing",
     "force_to_bf16": "viking.nn.precision",
+    "fuse_lora": "viking.lora.fusing",
+    "unfuse_lora": "viking.lora.fusing",
     "quantize_": "viking.quant.quantizing",
     "stats": "viking.nn.report",
     "stochastic_rounding": "viking.optim.rounding",
     "Stats": "viking.nn.report",
     "WeightStats": "viking.nn.report",
     "QuantizationReport": "viking.quant.quantizing",
+    "FusionReport": "viking.lora.fusing",
     "LinearLayerMemoryManager": "viking._engine",
 }
 
 __all__ = [
+    "FusionReport",
     "LinearLayerMemoryManager",
     "MemoryManager",
     "QuantizationReport",
@@ -56,10 +61,12 @@ __all__ = [
     "detach",
     "editing",
     "force_to_bf16",
+    "fuse_lora",
     "quantize_",
     "refresh",
     "stats",
     "stochastic_rounding",
+    "unfuse_lora",
 ]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
+from torch.overrides import handle_torch_function
 
 from viking.nn import forwards, refusals
 from viking.quant.weight import QuantizedWeight
@@ -86,7 +87,9 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]
 def apply(
     x: torch.Tensor, manager: LinearLayerMemoryManager, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The forward of a managed Linear."""
+    """The forward of a managed Linear; as a function of torch's, it can be taken by modes."""
+    if torch._C._is_torch_function_mode_enabled():
+        return handle_torch_function(apply, (), x, manager, weight, bias)
     refusals.refuse_transforms()
     return _apply(torch._C._functorch.unwrap_if_dead(x), manager, weight, bias)
 
