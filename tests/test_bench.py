@@ -159,6 +159,15 @@ def test_a_run_measures_and_verifies_each_budget(tmp_path: Path, capsys: pytest.
     assert "peak host memory" in out
 
 
+def test_a_fused_lora_is_compared_with_the_model_as_it_was(tmp_path: Path) -> None:
+    given = [*arguments_of(SMALL["flux2"]), "--weights-budget", "0", "--verify", "--fuse-lora"]
+    status, rows = run(tmp_path, *given)
+
+    assert status == 0
+    assert [row["setting"] for row in rows] == ["LoRA fused"] * 2
+    assert rows[1]["identical"] is True
+
+
 def test_a_difference_from_the_resident_run_is_said_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

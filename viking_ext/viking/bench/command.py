@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=6, help="that are timed (default 6)")
     parser.add_argument("--quick", action="store_true", help="of all: a few blocks, three steps")
     parser.add_argument("--verify", action="store_true", help="compare output and gradients with the resident run")
+    parser.add_argument("--fuse-lora", action="store_true", help="viking.fuse_lora for viking and resident")
     parser.add_argument("--json", metavar="FILE")
     return parser
 
@@ -70,7 +71,7 @@ def _peers(options: argparse.Namespace) -> list[peers.Peer]:
 
 def _bench(model: models.Model, options: argparse.Namespace, device: torch.device, steps: int) -> Bench:
     x = model.make_input(options.weights.computes_in, device)
-    return Bench(model, options.rank, options.weights, device, steps, x)
+    return Bench(model, options.rank, options.weights, device, steps, x, options.fuse_lora)
 
 
 def _resident_depth(model: models.Model, options: argparse.Namespace, device: torch.device) -> Fraction:

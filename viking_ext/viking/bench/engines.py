@@ -43,6 +43,17 @@ class Bench:
     device: torch.device
     steps: int
     x: torch.Tensor
+    fuse_lora: bool = False
+
+    def ours(self, weights_on: torch.device) -> nn.Module:
+        """The model as engines of ours run it."""
+        model = self.build(weights_on)
+        if self.fuse_lora:
+            viking.fuse_lora(model)
+        return model
+
+    def our_row(self, engine: str, **known: Any) -> Row:
+        return self.row(engine, setting="LoRA fused" if self.fuse_lora else "", **known)
 
     def build(self, weights_on: torch.device) -> nn.Module:
         return self.model.build(self.rank, self.weights, weights_on, self.device)
@@ -51,7 +62,7 @@ class Bench:
     def model_on_host(self) -> Iterator[nn.Module]:
         """For several runs of ours one after the other: a detached model is as it was."""
         _forget(self.device)
-        model = [self.build(torch.device("cpu"))]
+        model = [self.ours(torch.device("cpu"))]
         try:
             yield model[0]
         finally:
@@ -102,13 +113,14 @@ def _measure(bench: Bench, model: nn.Module, row: Row, warm_up: int, steps: int)
 def run_resident(bench: Bench, verify: bool) -> Reference:
     """Everything on the device, and the link measured beside it."""
     _forget(bench.device)
-    model = bench.build(bench.device)
+    model = bench.ours(bench.device)
     dequantize_at_each_use(model)
-    row = bench.row("resident", weight_bytes=memory.candidate_bytes(model))
+    row = bench.our_row("resident", weight_bytes=memory.candidate_bytes(model))
     times, sample = _measure(bench, model, row, warm_up=3, steps=bench.steps)
     row.link = link_bandwidth(bench.device)
     floor = Floor(memory.candidate_bytes(model), row.link, times.forward, times.backward, sample)
     outcome = None
+    viking.unfuse_lora(model)  # what is to be reproduced is what the model computes without
     if verify:
         with _deterministic():
             outcome = results(model, bench.x)
@@ -171,7 +183,7 @@ def run_viking(
     model: on the host, as :meth:`Bench.model_on_host` makes it; it is so again afterwards.
     """
     _forget(bench.device)
-    row = bench.row("viking", vram=vram, weight_bytes=memory.candidate_bytes(model))
+    row = bench.our_row("viking", vram=vram, weight_bytes=memory.candidate_bytes(model))
     floor, x = reference.floor, bench.x
     with memory.capped(bench.device, vram):
         begin = time.perf_counter()

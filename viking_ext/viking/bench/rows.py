@@ -14,7 +14,7 @@ class Row:
 
     model: str
     engine: str
-    setting: str = ""  # of a peer: how much it offloads
+    setting: str = ""  # of a peer: how much it offloads; of ours: what is not the default
     budget: int | None = None  # for weights
     vram: int | None = None  # the cap, for the whole process
     weight_bytes: int | None = None  # of all candidates for streaming
