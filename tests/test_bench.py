@@ -316,10 +316,9 @@ def test_settings_that_cannot_fit_are_not_tried() -> None:
 
     assert swapped_less == sorted(swapped_less, reverse=True)
     assert offloaded_less == sorted(offloaded_less, reverse=True)
-    assert swapped_less[0] <= every
+    assert swapped_less[0] <= every + max(map(peers._dequantized_bytes, model.blocks))
     room = toolkit.kept_bytes(model, 0.7)
-    row = Row("", "", weight_bytes=every, device_in_use=every + 9)
-    reference = Reference(Floor(every, 1.0, 1.0, 1.0, 1.0), None, row)
+    reference = Reference(Floor(every, 1.0, 1.0, 1.0, 1.0), None, Row("", ""), beside_weights=9)
     assert engines._promising(toolkit, model, reference, room + 9) == [0.7, 0.8, 0.9, 0.96, 1.0]
     assert engines._promising(toolkit, model, reference, 9) == [1.0]
 

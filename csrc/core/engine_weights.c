@@ -8,7 +8,7 @@
  * chosen to be good for steps bound by the link, by compute, and by both alike, so that the same model under the same
  * budget gets the same layout every time. */
 static const viking_link assumed_link = {.bytes_per_second = UINT64_C(50000000000), .latency_ns = 8000};
-static const double assumed_scales[] = {0.5, 1.0, 2.0};
+static const double assumed_scales[] = {0.35, 0.5, 1.0, 2.0};
 
 viking_status viking_engine_enter(viking_engine *engine)
 {

@@ -103,7 +103,7 @@ def _reference(whole: Bench, options: argparse.Namespace) -> Reference:
     floor = found.floor
     nbytes = round(floor.candidate_bytes * scale)
     scaled = Floor(nbytes, floor.bandwidth, *(t * scale for t in (floor.forward, floor.backward, floor.sample)))
-    return Reference(scaled, None, found.row)
+    return Reference(scaled, None, found.row, found.beside_weights)
 
 
 def _refuse_what_does_not_fit(model: models.Model, options: argparse.Namespace, device: torch.device) -> None:
@@ -128,14 +128,21 @@ def _measure(model: models.Model, options: argparse.Namespace, steps: int, budge
     yield reference.row
     caps = [parse_bytes(text, "--vram") for text in options.vram]
     if "viking" in engines:
-        with whole.model_on_host() as ready:
-            for vram in caps:
-                yield run_viking(whole, reference, ready, vram=vram, deep=True)
-            for budget in [parse_bytes(text, "--weights-budget") for text in options.weights_budget] + budgets:
-                yield run_viking(whole, reference, ready, budget=budget, deep=True)
+        yield from _ours(whole, reference, options, caps, budgets)
     for peer in others:
         for cap in caps or (None,):
             yield run_peer(whole, reference, peer, cap)
+
+
+def _ours(
+    whole: Bench, reference: Reference, options: argparse.Namespace, caps: list[int], budgets: list[int]
+) -> Iterator[Row]:
+    budgets = [parse_bytes(text, "--weights-budget") for text in options.weights_budget] + budgets
+    with whole.model_on_host() as model:
+        for vram in caps:
+            yield run_viking(whole, reference, model, vram=vram, deep=True)
+        for budget in budgets:
+            yield run_viking(whole, reference, model, budget=budget, deep=True)
 
 
 def _model(options: argparse.Namespace) -> models.Model:

@@ -79,6 +79,7 @@ class Reference:
     floor: Floor
     outcome: list[torch.Tensor] | None
     row: Row
+    beside_weights: int = 0  # device memory that everything else took, the CUDA context included
 
 
 @contextmanager
@@ -115,16 +116,18 @@ def run_resident(bench: Bench, verify: bool) -> Reference:
     _forget(bench.device)
     model = bench.ours(bench.device)
     dequantize_at_each_use(model)
-    row = bench.our_row("resident", weight_bytes=memory.candidate_bytes(model))
+    nbytes = memory.candidate_bytes(model)
+    row = bench.our_row("resident", weight_bytes=nbytes)
     times, sample = _measure(bench, model, row, warm_up=3, steps=bench.steps)
+    beside = memory.torch_peak(bench.device) + memory.context_bytes(bench.device) - nbytes
     row.link = link_bandwidth(bench.device)
-    floor = Floor(memory.candidate_bytes(model), row.link, times.forward, times.backward, sample)
+    floor = Floor(nbytes, row.link, times.forward, times.backward, sample)
     outcome = None
     viking.unfuse_lora(model)  # what is to be reproduced is what the model computes without
     if verify:
         with _deterministic():
             outcome = results(model, bench.x)
-    return Reference(floor, outcome, row)
+    return Reference(floor, outcome, row, max(0, beside))
 
 
 def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -250,8 +253,8 @@ def _promising(peer: Peer, model: nn.Module, reference: Reference, vram: int | N
     needed for all but the weights. Each try costs a model."""
     if vram is None:
         return list(peer.settings[-1:])
-    beside = (reference.row.device_in_use or 0) - (reference.row.weight_bytes or 0)
-    return [s for s in peer.settings if peer.kept_bytes(model, s) + beside <= vram] or list(peer.settings[-1:])
+    room = vram - reference.beside_weights
+    return [s for s in peer.settings if peer.kept_bytes(model, s) <= room] or list(peer.settings[-1:])
 
 
 def _try_peer(bench: Bench, reference: Reference, peer: Peer, model: nn.Module, setting: Any, row: Row) -> None:

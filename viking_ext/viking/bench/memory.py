@@ -23,13 +23,18 @@ def capped(device: torch.device, nbytes: int | None) -> Iterator[None]:
     if device.type != "cuda" or nbytes is None:
         yield
         return
-    free, total = torch.cuda.mem_get_info(device)
-    context = total - free - torch.cuda.memory_reserved(device)
-    torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, (nbytes - context) / total)), device)
+    total = torch.cuda.mem_get_info(device)[1]
+    fraction = (nbytes - context_bytes(device)) / total
+    torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, fraction)), device)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def context_bytes(device: torch.device) -> int:
+    """Of the device, what torch's allocator does not hold: the CUDA context, other processes."""
+    return device_in_use(device) - (torch.cuda.memory_reserved(device) if device.type == "cuda" else 0)
 
 
 def device_in_use(device: torch.device) -> int:

@@ -109,8 +109,9 @@ class Musubi:
 
     def kept_bytes(self, model: nn.Module, setting: Any) -> int:
         share, ring = setting
-        kept = 0
-        for _, run in _runs(_blocks(model)):
+        blocks = _blocks(model)
+        kept = max(map(_dequantized_bytes, blocks))
+        for _, run in _runs(blocks):
             swapped = round(share * len(run))
             kept += (len(run) if swapped <= ring else len(run) - swapped + ring) * candidate_bytes(run[0])
         return kept
@@ -159,6 +160,12 @@ def _use_plain_codes(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, Lora) and isinstance(module.linear.weight, QuantizedWeight):
             setattr(module, "linear", _DequantizedLinear(module.linear, device))  # noqa: B010  (of another type)
+
+
+def _dequantized_bytes(block: nn.Module) -> int:
+    """What autograd keeps from a block's recompute to its backward."""
+    eight_bit = [p for p in block.parameters() if isinstance(p, QuantizedWeight)]
+    return sum(p.numel() * p.dtype.itemsize for p in eight_bit)
 
 
 def _blocks(model: nn.Module) -> Any:
