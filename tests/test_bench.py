@@ -168,6 +168,20 @@ def test_a_fused_lora_is_compared_with_the_model_as_it_was(tmp_path: Path) -> No
     assert rows[1]["identical"] is True
 
 
+def test_a_slower_link_is_paced_in_the_steps_and_in_their_floor(tmp_path: Path) -> None:
+    given = [*arguments_of(SMALL["flux2"]), "--weights-budget", "0", "--verify", "--link", "20MB/s"]
+    status, rows = run(tmp_path, *given)
+
+    assert status == 0
+    resident, paced = rows
+    assert resident["setting"] == ""
+    assert paced["setting"] == "link paced to 20.0 MB/s"
+    assert paced["identical"] is True
+    assert paced["step_s"] > 0.8 * paced["fetched"] / 20e6  # what is on the device when the clock starts comes free
+    travel = (paced["weight_bytes"] - paced["budget"]) / 20e6
+    assert paced["floor_s"] >= 2 * travel
+
+
 def test_a_difference_from_the_resident_run_is_said_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,6 +367,8 @@ def test_what_shares_a_ring_has_one_class() -> None:
         (["flux2", "--width", "97"], "multiple of 96, not 97"),
         (["flux2", "--depth", "0"], "--depth: 0 is not above 0"),
         (["flux2", "--steps", "0"], "at least 1"),
+        (["flux2", "--link", "fast"], "--link: 'fast' cannot be read"),
+        (["flux2", "--link", "9GB/s", "--engine", "viking", "--engine", "musubi:there"], "--link or --engine musubi"),
         (["flux2", "--weights-budget", "lots"], "--weights-budget: 'lots'"),
         (["flux2", "--width", "96", "--depth", "1/48", "--weights-budget", "3"], "too small"),
     ],

@@ -9,8 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A sleep returns late by about this much, so the end of a wait is spun. */
-#define SPIN_NS 70000u
+#include "../base/pause.h"
 
 /* How far a stream's own clock may stay behind the wall's: a machine that cannot keep the pace does not collect a
  * debt that it would pay back by copying too fast later. */
@@ -66,15 +65,6 @@ void viking_host_moment_await(viking_host_streams *streams, viking_host_moment *
 
 /* ---- time ---- */
 
-static void pause_until(uint64_t deadline_ns)
-{
-    uint64_t now = viking_os_clock_ns();
-    if (deadline_ns > now + SPIN_NS)
-        viking_os_sleep_ns(deadline_ns - now - SPIN_NS);
-    while (viking_os_clock_ns() < deadline_ns) {
-    }
-}
-
 /* splitmix64 */
 static uint64_t draw(uint64_t *state)
 {
@@ -107,15 +97,15 @@ uint64_t viking_host_copy_now(viking_host_streams *streams, viking_copy_directio
 
     uint64_t now = viking_os_clock_ns();
     if (begin > now) {
-        pause_until(begin);
+        viking_pause_until(begin);
         now = viking_os_clock_ns();
     }
     size_t half = bytes / 2;
     memcpy(destination, source, half);
     uint64_t half_ns = viking_os_clock_ns() - now;
-    pause_until(end > half_ns ? end - half_ns : 0);
+    viking_pause_until(end > half_ns ? end - half_ns : 0);
     memcpy((char *)destination + half, (const char *)source + half, bytes - half);
-    pause_until(end);
+    viking_pause_until(end);
 
     now = viking_os_clock_ns();
     if (now > end + LARGEST_LAG_NS) {
@@ -133,7 +123,7 @@ static void run(struct viking_stream_tag *stream, viking_host_item *it)
 {
     viking_host_streams *streams = stream->streams;
     if (streams->delay_ns) {
-        pause_until(viking_os_clock_ns() + draw(&stream->random) % streams->delay_ns);
+        viking_pause_until(viking_os_clock_ns() + draw(&stream->random) % streams->delay_ns);
         stream->clock_ns = viking_os_clock_ns();
     }
     switch (it->kind) {

@@ -93,6 +93,10 @@ viking_status viking_engine_unpin(viking_engine *engine, uint32_t weight);
  * then. */
 viking_status viking_engine_use_window(viking_engine *engine, uint64_t bytes);
 
+/* Each copy to the device takes at least as long as over a link of this pace, from the next one on; 0: as fast as it
+ * goes. UNSUPPORTED where the runtime cannot call back. For measurements, see pace.h. */
+viking_status viking_engine_pace(viking_engine *engine, uint64_t bytes_per_second);
+
 /* Another home of the same size, which holds the same bytes, for a weight; the one before is unpinned, and nothing reads
  * it any more. */
 viking_status viking_engine_rehome(viking_engine *engine, uint32_t weight, viking_home *home);

@@ -444,6 +444,16 @@ viking_status viking_engine_use_window(viking_engine *engine, uint64_t bytes)
     return status;
 }
 
+viking_status viking_engine_pace(viking_engine *engine, uint64_t bytes_per_second)
+{
+    viking_status status = viking_engine_enter(engine);
+    if (status != VIKING_OK)
+        return status;
+    status = viking_pace_set(&engine->queue.pace, engine->backend, engine->queue.stream, bytes_per_second);
+    viking_engine_leave(engine);
+    return status;
+}
+
 viking_status viking_engine_rehome(viking_engine *engine, uint32_t weight, viking_home *home)
 {
     viking_status status = viking_engine_enter_weight(engine, weight);

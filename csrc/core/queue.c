@@ -233,9 +233,14 @@ viking_status viking_queue_copy(viking_queue *queue, viking_fence *fence, void *
                                 size_t bytes)
 {
     const viking_backend_operations *ops = queue->backend->operations;
-    viking_status status = home->pinned_by == NULL && queue->staging.window != NULL
-                               ? viking_staging_copy(&queue->staging, queue->stream, destination, home, bytes)
-                               : copy_pieces(queue, destination, home, bytes);
+    bool paced = queue->pace.bytes_per_second != 0;
+    viking_status status = paced ? viking_pace_begin(&queue->pace, queue->backend, queue->stream) : VIKING_OK;
+    if (status == VIKING_OK)
+        status = home->pinned_by == NULL && queue->staging.window != NULL
+                     ? viking_staging_copy(&queue->staging, queue->stream, destination, home, bytes)
+                     : copy_pieces(queue, destination, home, bytes);
+    if (status == VIKING_OK && paced)
+        status = viking_pace_end(&queue->pace, queue->backend, queue->stream, bytes);
     if (status == VIKING_OK)
         status = ops->event_record(queue->backend, fence->ready, queue->stream);
     if (status == VIKING_OK)

@@ -16,6 +16,7 @@
 #ifndef VIKING_CORE_QUEUE_H
 #define VIKING_CORE_QUEUE_H
 
+#include "pace.h"
 #include "staging.h"
 
 #define VIKING_READER_LIMIT 64u
@@ -42,6 +43,7 @@ typedef struct viking_queue {
     viking_backend *backend;
     viking_stream stream;
     viking_staging staging;
+    viking_pace pace;
     viking_reader readers[VIKING_READER_LIMIT];
     uint32_t reader_count;
     uint64_t copies; /* queued so far */

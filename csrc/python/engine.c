@@ -347,18 +347,32 @@ PyDoc_STRVAR(use_window_doc, "use_window(nbytes)\n--\n\nCopies from pageable hom
                              "this size from now on; 0: straight from the home. RuntimeError or MemoryError where the "
                              "system refuses; there is no window then.");
 
-static PyObject *engine_use_window(PyObject *object, PyObject *argument)
+/* A method that takes a size or a rate. */
+static PyObject *with_number(PyObject *object, PyObject *argument, viking_status (*function)(viking_engine *, uint64_t))
 {
-    unsigned long long nbytes = PyLong_AsUnsignedLongLong(argument);
+    unsigned long long number = PyLong_AsUnsignedLongLong(argument);
     if (PyErr_Occurred())
         return NULL;
     viking_py_call call;
     viking_status status = viking_py_call_begin(object, 1, &call);
     if (status == VIKING_OK) {
-        status = viking_engine_use_window(call.engine, nbytes);
+        status = function(call.engine, number);
         viking_py_call_end(&call);
     }
     return viking_py_done(status);
+}
+
+static PyObject *engine_use_window(PyObject *object, PyObject *nbytes)
+{
+    return with_number(object, nbytes, viking_engine_use_window);
+}
+
+PyDoc_STRVAR(pace_doc, "pace(bytes_per_second)\n--\n\nCopies to the device take at least as long as over such a link, "
+                       "from the next one on; 0: as fast as they go. RuntimeError where the runtime cannot call back.");
+
+static PyObject *engine_pace(PyObject *object, PyObject *bytes_per_second)
+{
+    return with_number(object, bytes_per_second, viking_engine_pace);
 }
 
 /* A method that takes nothing and gives nothing and may wait. */
@@ -677,6 +691,7 @@ static PyMethodDef engine_methods[] = {
     {"pin", engine_pin, METH_O, pin_doc},
     {"unpin", engine_unpin, METH_O, unpin_doc},
     {"use_window", engine_use_window, METH_O, use_window_doc},
+    {"pace", engine_pace, METH_O, pace_doc},
     {"rehome", engine_rehome, METH_VARARGS, rehome_doc},
     {"drain_copies", engine_drain, METH_NOARGS, drain_doc},
     {"set_trained", viking_py_set_trained, METH_VARARGS, viking_py_set_trained_doc},

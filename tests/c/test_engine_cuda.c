@@ -204,6 +204,7 @@ static void a_runtime_without_host_calls_copies_from_pageable_memory(void)
     CHECK_OK(tagged_layout(t, tagged_smallest(t), t->streams[0]));
     CHECK(viking_engine_use_window(t->engine, 1024) == VIKING_ERROR_UNSUPPORTED);
     CHECK(strstr(viking_status_detail(), "cudaLaunchHostFunc") != NULL);
+    CHECK(viking_engine_pace(t->engine, 1000000) == VIKING_ERROR_UNSUPPORTED);
     CHECK(viking_engine_may_block(t->engine) && tagged_stats(t).pinned_bytes == 0);
     for (uint32_t pass = 0; pass < 3; pass++)
         CHECK_OK(tagged_pass(t, KEY, &trace));

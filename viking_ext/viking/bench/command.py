@@ -24,13 +24,14 @@ from viking.bench.rows import Row, table
 from viking.machine import memory_available
 from viking.nn.device import resolve_device
 from viking.quant.formats import FORMATS
-from viking.units import format_bytes, parse_bytes
+from viking.units import format_bytes, parse_bytes, parse_rate
 
 #: What a step needs beside the weights, for the question whether a resident run fits.
 BESIDE_WEIGHTS = 6_000_000_000
 #: What the process needs of host memory beside the weights.
 HOST_BESIDE_WEIGHTS = 2_000_000_000
 QUICK = {"flux1": Fraction(1, 6), "flux2": Fraction(1, 8), "sdxl": Fraction(1, 2), "wan14b": Fraction(1, 10)}
+OURS = ("viking", "resident")
 QUICK_SHARE = 4  # of the weights, one in so many fits
 
 
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--vram", nargs="+", default=[], metavar="SIZE", help="caps for the whole process, in turn")
     sizes.add_argument("--weights-budget", nargs="+", default=[], metavar="SIZE", help="for the weights alone, in turn")
+    parser.add_argument("--link", metavar="RATE", help="pace Viking's copies to a slower card's link, such as 25GB/s")
     parser.add_argument(
         "--engine",
         action="append",
@@ -65,13 +67,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _peers(options: argparse.Namespace) -> list[peers.Peer]:
-    named = [engine.partition(":") for engine in options.engine if engine not in ("viking", "resident")]
+    named = [engine.partition(":") for engine in options.engine if engine not in OURS]
     return [peers.load(name, *path.partition("@")[::2]) for name, _, path in named]
 
 
 def _bench(model: models.Model, options: argparse.Namespace, device: torch.device, steps: int) -> Bench:
     x = model.make_input(options.weights.computes_in, device)
-    return Bench(model, options.rank, options.weights, device, steps, x, options.fuse_lora)
+    return Bench(model, options.rank, options.weights, device, steps, x, options.fuse_lora, options.link)
 
 
 def _resident_depth(model: models.Model, options: argparse.Namespace, device: torch.device) -> Fraction:
@@ -167,6 +169,10 @@ def _check(options: argparse.Namespace) -> None:
     if options.what not in ("all", "overhead"):
         _ = _model(options).size
     resolve_device(options.device)
+    options.link = None if options.link is None else parse_rate(options.link, "--link")
+    others = [engine.partition(":")[0] for engine in options.engine if engine not in OURS]
+    if options.link is not None and others:
+        raise ValueError(f"--link paces Viking's copies alone: leave out --link or --engine {', '.join(others)}")
     for name in ("vram", "weights_budget"):
         for text in getattr(options, name):
             parse_bytes(text, "--" + name.replace("_", "-"))

@@ -29,8 +29,10 @@ from viking.bench.models import Model
 from viking.bench.models.weights import Weights, dequantize_at_each_use
 from viking.bench.peers import Peer
 from viking.bench.rows import Row
+from viking.nn.device import DeviceEngine
 from viking.quant.formats import FORMATS
 from viking.shapes import Machine
+from viking.units import format_bytes
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Bench:
     steps: int
     x: torch.Tensor
     fuse_lora: bool = False
+    link: int | None = None  # bytes per second to which copies are paced
 
     def ours(self, weights_on: torch.device) -> nn.Module:
         """The model as engines of ours run it."""
@@ -52,8 +55,9 @@ class Bench:
             viking.fuse_lora(model)
         return model
 
-    def our_row(self, engine: str, **known: Any) -> Row:
-        return self.row(engine, setting="LoRA fused" if self.fuse_lora else "", **known)
+    def our_row(self, engine: str, *settings: str, **known: Any) -> Row:
+        given = (*settings, "LoRA fused" if self.fuse_lora else "")
+        return self.row(engine, setting=", ".join(filter(None, given)), **known)
 
     def build(self, weights_on: torch.device) -> nn.Module:
         return self.model.build(self.rank, self.weights, weights_on, self.device)
@@ -121,7 +125,8 @@ def run_resident(bench: Bench, verify: bool) -> Reference:
     times, sample = _measure(bench, model, row, warm_up=3, steps=bench.steps)
     beside = memory.torch_peak(bench.device) + memory.context_bytes(bench.device) - nbytes
     row.link = link_bandwidth(bench.device)
-    floor = Floor(nbytes, row.link, times.forward, times.backward, sample)
+    bandwidth = row.link if bench.link is None else min(row.link, bench.link)
+    floor = Floor(nbytes, bandwidth, times.forward, times.backward, sample)
     outcome = None
     viking.unfuse_lora(model)  # what is to be reproduced is what the model computes without
     if verify:
@@ -186,13 +191,16 @@ def run_viking(
     model: on the host, as :meth:`Bench.model_on_host` makes it; it is so again afterwards.
     """
     _forget(bench.device)
-    row = bench.our_row("viking", vram=vram, weight_bytes=memory.candidate_bytes(model))
     floor, x = reference.floor, bench.x
+    paced = "" if bench.link is None else f"link paced to {format_bytes(floor.bandwidth)}/s"
+    row = bench.our_row("viking", paced, vram=vram, weight_bytes=memory.candidate_bytes(model))
     with memory.capped(bench.device, vram):
         begin = time.perf_counter()
         size: dict[str, Any] = {"weights_budget": budget} if vram is None else {"vram": vram}
         viking.attach(model, bench.device, progress=False, **size)
         row.attach_s = time.perf_counter() - begin
+        if bench.link is not None:
+            DeviceEngine.of(bench.device).engine.pace(bench.link)
         begin = time.perf_counter()
         for _ in range(3 if vram is not None else 2):  # a cap is shared out anew after the second step
             train_step(model, x)
