@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 import viking
 from viking import shapes
-from viking.bench import command, engines, memory, models, overhead, peers
+from viking.bench import command, engines, memory, models, overhead, peer_weights, peers
 from viking.bench.engines import Reference
 from viking.bench.measure import Floor, train_step
 from viking.bench.models import Lora, Model
@@ -90,7 +91,6 @@ def test_the_model_is_built_the_same_every_time(small: Model, weights: str) -> N
 
 @pytest.mark.parametrize("weights", FORMATS)
 def test_weights_in_8_bit_are_those_of_quantize(weights: str) -> None:
-    """About: the same scale, and codes that are at most one apart where a product was rounded the other way."""
     there, mine = nn.Linear(512, 256, bias=False, dtype=torch.bfloat16), nn.Linear(512, 256, bias=False)
     there.requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
@@ -99,8 +99,8 @@ def test_weights_in_8_bit_are_those_of_quantize(weights: str) -> None:
 
     Weights(weights).fill([mine], CPU, CPU)
 
-    found, expected = mine.weight.dequantize().float(), there.weight.dequantize().float()
-    assert (found - expected).norm() < 0.02 * expected.norm()
+    for found, expected in zip(mine.state_dict().values(), there.state_dict().values(), strict=True):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
     assert memory.candidate_bytes(mine) == memory.candidate_bytes(there)
 
 
@@ -157,6 +157,21 @@ def test_a_run_measures_and_verifies_each_budget(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert "flux2 depth 1/24 width 96" in out
     assert "peak host memory" in out
+
+
+def test_a_model_that_is_not_what_it_was_serves_no_further_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    detach = viking.detach
+
+    def careless(model: nn.Module) -> None:
+        detach(model)
+        next(p for p in model.parameters() if not p.requires_grad).data[0, 0] += 1
+
+    monkeypatch.setattr(viking, "detach", careless)
+
+    assert command.main([*arguments_of(SMALL["flux2"]), "--device", "cpu", "--weights-budget", "0", "0"]) == 2
+    assert "not what it was before attach" in capsys.readouterr().err
 
 
 def test_a_fused_lora_is_compared_with_the_model_as_it_was(tmp_path: Path) -> None:
@@ -330,24 +345,68 @@ def test_settings_that_cannot_fit_are_not_tried() -> None:
 
     assert swapped_less == sorted(swapped_less, reverse=True)
     assert offloaded_less == sorted(offloaded_less, reverse=True)
-    assert swapped_less[0] <= every + max(map(peers._dequantized_bytes, model.blocks))
+    assert swapped_less[0] <= every + max(map(peers._computed_bytes, model.blocks))
     room = toolkit.kept_bytes(model, 0.7)
     reference = Reference(Floor(every, 1.0, 1.0, 1.0, 1.0), None, Row("", ""), beside_weights=9)
     assert engines._promising(toolkit, model, reference, room + 9) == [0.7, 0.8, 0.9, 0.96, 1.0]
     assert engines._promising(toolkit, model, reference, 9) == [1.0]
 
 
-def test_a_peer_gets_8_bit_weights_as_plain_codes() -> None:
-    model = SMALL["flux2"].build(1, Weights("float8_e4m3fn"), CPU, CPU)
+def in_the_form_of(peer: str, weights: str) -> tuple[nn.Linear, nn.Module, torch.Tensor]:
+    """An 8-bit Linear, the same as that peer has it, and an input."""
+    model = SMALL["flux2"].build(1, Weights(weights), CPU, CPU)
     lora = next(module for module in model.modules() if isinstance(module, Lora))
-    x = torch.randn(2, lora.linear.in_features, dtype=torch.bfloat16)
-    expected = lora(x)
+    ours = lora.linear
+    make = peer_weights.Linear if peer == "ai-toolkit" else partial(peer_weights.CodesLinear, device=CPU)
+    peer_weights.replace(model, make)
+    assert lora.linear is not ours
+    return ours, lora.linear, torch.randn(2, ours.in_features, dtype=torch.bfloat16, requires_grad=True)
 
-    peers._use_plain_codes(model, CPU)
 
-    assert lora.linear.weight.dtype == torch.float8_e4m3fn
-    assert type(lora.linear).__name__.endswith("Linear")
-    assert torch.equal(lora(x), expected)
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("peer", ["ai-toolkit", "musubi"])
+def test_a_peers_form_of_an_8_bit_linear_computes_the_same(peer: str, weights: str) -> None:
+    ours, theirs, x = in_the_form_of(peer, weights)
+
+    results = []
+    for layer in (ours, theirs):
+        y = layer(x)
+        results += [y, *torch.autograd.grad(y.square().sum(), x)]
+
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+    assert type(theirs).__name__.endswith("Linear")  # by which both find what they offload
+
+
+def test_musubi_gets_8_bit_weights_as_plain_codes() -> None:
+    ours, theirs, _ = in_the_form_of("musubi", "float8_e4m3fn")
+    assert theirs.weight.dtype == torch.float8_e4m3fn
+    assert theirs.weight.data_ptr() == ours.weight.data_ptr()
+    assert [name for name, _ in theirs.named_parameters()] == ["weight"]
+
+
+@pytest.mark.parametrize("weights", ["int8", "float8_e5m2"])
+def test_ai_toolkit_gets_8_bit_weights_as_tensors_that_move_as_codes(weights: str) -> None:
+    ours, theirs, _ = in_the_form_of("ai-toolkit", weights)
+    weight = theirs.weight
+    assert weight.dtype == torch.bfloat16
+    assert not torch.overrides.has_torch_function_unary(weight)
+    names, _ = weight.__tensor_flatten__()
+    assert sum(getattr(weight, name).nbytes for name in names) == memory.candidate_bytes(ours)
+
+    theirs.to("meta")
+
+    assert {getattr(theirs.weight, name).device.type for name in names} == {"meta"}
+    assert theirs.weight._codes.dtype == ours.weight.data.dtype
+    with pytest.raises(NotImplementedError, match="dequantise it first"):
+        weight + 1
+
+
+def test_ai_toolkit_is_measured_with_8_bit_weights(tmp_path: Path, checkout: Path) -> None:
+    given = [*arguments_of(SMALL["flux2"])[:-1], "int8", "--engine", f"ai-toolkit:{checkout}", "--verify"]
+    _, rows = run(tmp_path, *given)
+    assert rows[1]["identical"] is True
+    assert rows[1]["weight_bytes"] == rows[0]["weight_bytes"]
 
 
 def test_what_shares_a_ring_has_one_class() -> None:

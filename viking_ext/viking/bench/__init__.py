@@ -7,7 +7,7 @@ With --link, T1 is that of the slower link. In 8 bit, resident and streamed weig
 
     python -m viking.bench flux2 --vram 24GiB --verify                     one model, one cap
     python -m viking.bench flux2 --depth 1/4 --weights-budget 8GiB 4GiB    the weights' budget alone
-    python -m viking.bench flux2 --vram 16GiB --engine viking --engine ai-toolkit:PATH --engine musubi:PATH
+    python -m viking.bench flux2 --vram 16GiB --engine viking --engine ai-toolkit:PATH --engine musubi:PATH@0.6,2
     python -m viking.bench flux2 --vram 24GiB --weights float8_e4m3fn      frozen weights in 8 bit
     python -m viking.bench flux2 --vram 24GiB --link 25GB/s                copies paced to a slower card's link
     python -m viking.bench all --quick                                     a table of all models, a few blocks of each

@@ -191,6 +191,7 @@ def run_viking(
     model: on the host, as :meth:`Bench.model_on_host` makes it; it is so again afterwards.
     """
     _forget(bench.device)
+    before = _sums(model)
     floor, x = reference.floor, bench.x
     paced = "" if bench.link is None else f"link paced to {format_bytes(floor.bandwidth)}/s"
     row = bench.our_row("viking", paced, vram=vram, weight_bytes=memory.candidate_bytes(model))
@@ -225,7 +226,16 @@ def run_viking(
     row.late_fetches = stats.demand_fetches - demanded
     row.resident, row.streamed, row.pinned = stats.resident_bytes, stats.streamed_bytes, stats.pinned_bytes
     viking.detach(model)
+    if _sums(model) != before:
+        raise RuntimeError("a streamed weight is not what it was before attach: no further row is measured with it")
     return row
+
+
+def _sums(model: nn.Module) -> list[int]:
+    """Of the bytes of three weights: a model is used again for the next row."""
+    weights = [p.data for p in model.parameters() if not p.requires_grad and p.dim() == 2]
+    some = (weights[0], weights[len(weights) // 2], weights[-1])
+    return [int(each.view(torch.uint8).sum(dtype=torch.int64)) for each in some]
 
 
 def _over(value: float | None, least: float) -> float | None:

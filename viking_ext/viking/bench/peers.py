@@ -11,15 +11,15 @@ import importlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from viking.bench import peer_weights
 from viking.bench.memory import candidate_bytes
-from viking.bench.models import Lora, LoraFactor
-from viking.quant.dequantize import dequantize
+from viking.bench.models import LoraFactor
 from viking.quant.weight import QuantizedWeight
 
 
@@ -62,7 +62,7 @@ class Toolkit:
     name = "ai-toolkit"
     settings: Sequence[Any] = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96, 1.0)
     form = "the share that it offloads, such as 0.7"
-    slots = 4  # the weights that it has on their way, or used, at once
+    slots = 4  # of each of its two rings, for forward and for backward: they hold weights as they are computed with
 
     read = float
 
@@ -74,10 +74,13 @@ class Toolkit:
         return f"offload {setting:.0%}"
 
     def kept_bytes(self, model: nn.Module, setting: Any) -> int:
-        weights = sorted(candidate_bytes(module) for module in model.modules() if isinstance(module, nn.Linear))
-        return round((1 - setting) * sum(weights)) + sum(weights[-self.slots :])
+        wide = [_computed_bytes(module) for module in model.modules() if isinstance(module, nn.Linear)]
+        wide = [nbytes for nbytes in wide if nbytes]
+        ring = max(sum(wide[i : i + self.slots]) for i in range(len(wide)))
+        return round((1 - setting) * candidate_bytes(model)) + 2 * ring - max(wide)  # which a resident run has, too
 
     def attach(self, model: nn.Module, device: torch.device, setting: Any) -> None:
+        peer_weights.replace(model, peer_weights.Linear)
         random.seed(0)  # by which it picks what it offloads
         factors = [module for module in model.modules() if isinstance(module, LoraFactor)]
         self.manager.attach(model, device, offload_percent=setting, ignore_modules=factors)
@@ -110,7 +113,7 @@ class Musubi:
     def kept_bytes(self, model: nn.Module, setting: Any) -> int:
         share, ring = setting
         blocks = _blocks(model)
-        kept = max(map(_dequantized_bytes, blocks))
+        kept = max(map(_computed_bytes, blocks)) if _in_8_bit(model) else 0  # from a block's recompute to its backward
         for _, run in _runs(blocks):
             swapped = round(share * len(run))
             kept += (len(run) if swapped <= ring else len(run) - swapped + ring) * candidate_bytes(run[0])
@@ -119,7 +122,7 @@ class Musubi:
     def attach(self, model: nn.Module, device: torch.device, setting: Any) -> None:
         share, ring = setting
         blocks = _blocks(model)
-        _use_plain_codes(model, device)
+        peer_weights.replace(model, partial(peer_weights.CodesLinear, device=device))
         config = self.module.BlockSwapConfig(
             device=device, supports_backward=True, use_pinned_memory=True, h2d_only=True, ring_size=ring
         )
@@ -140,32 +143,13 @@ class Musubi:
         self.handles.clear()
 
 
-class _DequantizedLinear(nn.Module):
-    """An 8-bit Linear as trainers have it that know nothing of ours: the codes are a Parameter, which may be moved and
-    replaced by others; its scales stay on the device."""
-
-    def __init__(self, linear: nn.Linear, device: torch.device) -> None:
-        super().__init__()
-        weight = linear.weight
-        assert isinstance(weight, QuantizedWeight)
-        self.weight = nn.Parameter(weight.data, requires_grad=False)
-        self.scale = None if weight.scale is None else weight.scale.to(device)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.to(device), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, dequantize(self.weight, self.scale, x.dtype), self.bias)
+def _computed_bytes(module: nn.Module) -> int:
+    """Of what is frozen, in the type that it computes in."""
+    return sum(p.numel() * p.dtype.itemsize for p in module.parameters() if not p.requires_grad)
 
 
-def _use_plain_codes(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        if isinstance(module, Lora) and isinstance(module.linear.weight, QuantizedWeight):
-            setattr(module, "linear", _DequantizedLinear(module.linear, device))  # noqa: B010  (of another type)
-
-
-def _dequantized_bytes(block: nn.Module) -> int:
-    """What autograd keeps from a block's recompute to its backward."""
-    eight_bit = [p for p in block.parameters() if isinstance(p, QuantizedWeight)]
-    return sum(p.numel() * p.dtype.itemsize for p in eight_bit)
+def _in_8_bit(model: nn.Module) -> bool:
+    return any(isinstance(p, QuantizedWeight) for p in model.parameters())
 
 
 def _blocks(model: nn.Module) -> Any:

@@ -56,10 +56,14 @@ class Weights:
 
 
 def _encode(weight: torch.Tensor, to: Format) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(rows, columns) -> codes, and a scale for each row where the format has them; on the weight's device."""
+    """(rows, columns) -> codes, and a scale for each row where the format has them; on the weight's device.
+
+    Bit for bit as :func:`viking.quantize_`."""
     wide, most = weight.float(), _LARGEST[to.dtype]
-    scale = wide.abs().amax(1).div_(most) if to.scaled else None
-    if scale is not None:
+    scale = None
+    if to.scaled:
+        scale = wide.abs().amax(1)
+        scale.div_(torch.full_like(scale, most))  # by a number, a GPU multiplies with its inverse
         wide.div_(scale.unsqueeze(1))
     wide.clamp_(-most, most)
     return (wide.round_() if to.dtype == torch.int8 else wide).to(to.dtype), scale
@@ -106,7 +110,8 @@ class _TwiceDequantized(torch.autograd.Function):
         return rows.mm(ctx.weight.dequantize()).reshape(*grad_y.shape[:-1], -1), None
 
 
-def _dequantized_twice(module: nn.Linear, x: torch.Tensor) -> Any:
+def dequantized_twice(module: nn.Linear, x: torch.Tensor) -> Any:
+    """The forward of a Linear whose weight has a `dequantize()`, and the backward that follows from it."""
     return _TwiceDequantized.apply(x, module)
 
 
@@ -114,4 +119,4 @@ def dequantize_at_each_use(model: nn.Module) -> None:
     """What is resident computes as what is streamed does. For models whose weights are not managed."""
     for module in model.modules():
         if isinstance(module, Linear):
-            module.forward = partial(_dequantized_twice, module)  # type: ignore[method-assign]
+            module.forward = partial(dequantized_twice, module)  # type: ignore[method-assign]
