@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from support.models import CHECKPOINTING, HIDDEN, LORA_STYLES, LoRA, build
 from support.training import assert_same, inputs, same_bits, train
 from viking.bench.models import Lora
 from viking.lora import adding
+from viking.lora.deferred import Deferred
 from viking.quant import quantizing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -580,6 +582,30 @@ def test_selective_checkpointing_keeps_the_output_of_the_linear() -> None:
 
 
 # ---- what it is to a network ----
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("make", [in_front, in_place])
+def test_no_tensor_waits_for_the_garbage_collector(make: Any, reentrant: Any) -> None:
+    model = with_lora(Stack(reentrant=reentrant), make())
+    assert len(viking.fuse_lora(model).fused) == 8
+    x = leaf(4, 9, 32)()
+    passes(model, x)  # what torch imports at its first backward leaves garbage of its own
+    gc.collect()
+    was_enabled, debug = gc.isenabled(), gc.get_debug()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        passes(model, x)
+        with torch.no_grad():
+            model(x)
+        gc.collect()
+        assert [o for o in gc.garbage if isinstance(o, (torch.Tensor, Deferred))] == []
+    finally:
+        gc.set_debug(debug)
+        gc.garbage.clear()
+        if was_enabled:
+            gc.enable()
 
 
 def test_a_second_call_changes_nothing() -> None:

@@ -44,7 +44,7 @@ class Deferred:
     __slots__ = ("_creates_graph", "_is_spent", "_mode", "_run", "_value", "device", "dtype", "shape")
 
     def __init__(
-        self, mode: BranchFirst, run: Callable[[], torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype,
+        self, mode: BranchFirst, run: Callable[[], torch.Tensor] | None, shape: tuple[int, ...], dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._mode, self._run, self.dtype, self.device = mode, run, dtype, device
@@ -65,8 +65,13 @@ class Deferred:
             if torch.is_grad_enabled() != self._creates_graph:
                 raise Unsuitable("its forward gives the Linear's output to a function with a backward of its own")
             with self._mode.paused():
-                self._value = self._run()
+                self._value = self._compute()
         return self._value
+
+    def _compute(self) -> torch.Tensor:
+        run, self._run = self._run, None  # and with it the input
+        assert run is not None
+        return run()
 
     def spend(self) -> torch.Tensor:
         """The tensor, for the caller alone to change."""
@@ -108,7 +113,7 @@ class Product(Deferred):
         self, mode: BranchFirst, h: torch.Tensor, weight: torch.Tensor, root: Product | None = None,
         factors: tuple[float, ...] = (),
     ) -> None:
-        super().__init__(mode, self._compute, (*h.shape[:-1], weight.shape[0]), h.dtype, h.device)
+        super().__init__(mode, None, (*h.shape[:-1], weight.shape[0]), h.dtype, h.device)
         self.h, self.weight, self.factors = h, weight, factors
         self.root = root  # of which this is a multiple: computed once, whoever asks
 
@@ -190,6 +195,10 @@ class BranchFirst(TorchFunctionMode):
         self.open: list[Deferred] = []
         self.has_base = False
         self.is_paused = False
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.open.clear()  # a cycle otherwise, which would keep the activations until Python collects its garbage
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
