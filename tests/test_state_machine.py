@@ -468,7 +468,11 @@ class Twins(RuleBasedStateMachine):
             expected = visitor(noise(seed, (2, HIDDEN)))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                viking.attach(visitor, "cpu", weights_budget="10MB" if part % 2 else None, progress=False)
+                try:
+                    viking.attach(visitor, "cpu", weights_budget="10MB" if part % 2 else None, progress=False)
+                except ValueError as error:  # beside the others it has no room in the budget that is there
+                    if not is_outgrown(error):
+                        raise
             assert same(visitor(noise(seed, (2, HIDDEN))), expected)
             viking.detach(visitor)
         elif what == "refresh":

@@ -144,11 +144,17 @@ typedef struct use_in_progress {
     bool block; /* the caller has to wait for the copy itself */
 } use_in_progress;
 
-/* The use takes its place in the sequence. A pass that began again without a root entry ends the one before. */
-static viking_status write_down(viking_engine *engine, uint32_t weight, uint32_t *out_index)
+/* The use takes its place in the sequence. A pass that began again without a root entry ends the one before. What other
+ * threads hold meanwhile is chance, on which no layout shall depend: their uses end here, as far as the path knows. */
+static viking_status write_down(viking_engine *engine, uint32_t weight, uintptr_t thread, uint32_t *out_index)
 {
     bool expected = false;
     uint64_t pass = engine->paths.pass;
+    for (uint32_t i = 0; i < engine->slab.lease_count; i++) {
+        const viking_lease *lease = &engine->slab.leases[i];
+        if (lease->thread != thread)
+            viking_paths_release(&engine->paths, lease->pass, lease->use);
+    }
     viking_status status = viking_paths_use(&engine->paths, weight, VIKING_USE_READ, out_index, &expected);
     if (status != VIKING_OK)
         return status;
@@ -175,7 +181,7 @@ static viking_status begin_use(viking_engine *engine, uint32_t weight, viking_st
     if (status == VIKING_OK && !engine->slab.present[weight])
         status = fetch_on_demand(engine, weight, &offset);
     if (status == VIKING_OK)
-        status = write_down(engine, weight, &index);
+        status = write_down(engine, weight, thread, &index);
     if (status == VIKING_OK)
         status = viking_profile_begin(&engine->profile, VIKING_PROFILE_USE, weight, stream, &out_use->span);
     if (status == VIKING_OK)

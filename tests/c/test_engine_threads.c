@@ -281,6 +281,38 @@ static void threads_that_wait_for_one_another_are_told(void)
     }
 }
 
+/* By chance two threads use two weights at once: the next layout needs no more than the one before. */
+static void what_threads_hold_at_once_is_no_matter_of_the_layout(void)
+{
+    tagged *t = open_for_two();
+    uint64_t smallest = tagged_smallest(t);
+    bool stale;
+    for (int round = 0; round < 2; round++) {
+        handshake others[2] = {{.world = t, .weight = 0}, {.world = t, .weight = 1}};
+        viking_thread *threads[2];
+        CHECK_OK(viking_engine_pass_begin(t->engine, KEY, true, VIKING_STREAM_CALLER, &stale));
+        for (int i = 0; i < 2; i++) {
+            CHECK_OK(viking_thread_start(hold_until_told, &others[i], &threads[i]));
+            wait_for(&others[i].holds);
+        }
+        for (int i = 0; i < 2; i++) {
+            atomic_store(&others[i].may_release, true);
+            viking_thread_join(threads[i]);
+        }
+        for (uint32_t w = 2; w < COUNT; w++) {
+            viking_acquired use;
+            CHECK_OK(viking_engine_acquire(t->engine, w, VIKING_STREAM_CALLER, &use));
+            CHECK_OK(viking_engine_release(t->engine, use.ticket, VIKING_STREAM_CALLER));
+        }
+    }
+    const viking_trace *path = viking_engine_main_path(t->engine);
+    CHECK(path != NULL && path->count == COUNT);
+    for (uint32_t i = 0; i + 1 < path->count; i++)
+        CHECK(path->uses[i].end < path->uses[i + 1].begin);
+    CHECK(tagged_smallest(t) == smallest);
+    tagged_close(t);
+}
+
 /* ---- the table of weights moves ---- */
 
 static void add_many(void *opaque)
@@ -371,6 +403,7 @@ int main(void)
     RUN(a_release_between_busy_and_the_wait_is_not_missed);
     RUN(a_busy_thread_waits_for_a_release_by_another);
     RUN(threads_that_wait_for_one_another_are_told);
+    RUN(what_threads_hold_at_once_is_no_matter_of_the_layout);
     RUN(weights_are_added_while_a_caller_waits_for_its_copy);
     RUN(two_threads_with_streams_of_their_own);
     RUN(two_threads_on_the_callers_stream);
