@@ -173,15 +173,18 @@ def test_a_model_that_was_on_the_device_streams_and_returns_there():
 
 def test_a_steady_step_neither_waits_nor_allocates_nor_copies_back():
     net = viking.attach(build(), "cuda", weights_budget=0, progress=False)
-    for seed in range(5):
-        step(net, seed)
     x = torch.ones(2, TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def steps() -> None:
+        for _ in range(5):
+            net(x).float().pow(2).mean().backward()
+
+    steps()
     demand = viking.stats(net).demand_fetches
     allocations = torch.cuda.memory_stats()["num_device_alloc"]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(5):
-            net(x).float().pow(2).mean().backward()
+        steps()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     stats = viking.stats(net)
