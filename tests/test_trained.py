@@ -349,6 +349,26 @@ def test_a_trained_weight_is_fetched_once_per_pass_even_if_it_is_resident() -> N
     assert {w.reason for w in stats.weights} == {"trained: stepped on the host"}
 
 
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+def test_beside_frozen_weights_trained_ones_leave_them_the_device(share: float) -> None:
+    """They travel once per pass even if they are resident, so that the frozen ones gain more by staying."""
+    model = Net(depth=8, checkpointing="no early stop")
+    for block in model.blocks:
+        block.qkv.requires_grad_(True)
+    total = sum(p.nbytes for p in parameters_of_linears(model))
+    pair = Pair(model, frozen=True, budget=int(total * share))
+    for n in range(3):
+        pair.both(lambda model, optimizer, n=n: step(model, optimizer, n))
+
+    with torch.no_grad():
+        pair.streamed(inputs(0))  # ends the pass
+    stats = viking.stats(pair.streamed)
+    assert 1.0 <= stats.plan_ratio <= 1.1
+    trained = [w for w in stats.weights if w.reason.startswith("trained")]
+    assert len(trained) == 8
+    assert sum(w.path == "resident" for w in trained) <= 1
+
+
 # ---- shapes of use ----
 
 

@@ -234,15 +234,20 @@ viking_status viking_engine_drain_copies(viking_engine *engine)
 
 /* ---- layout ---- */
 
-static viking_status weight_sizes(const viking_engine *engine, uint64_t **out)
+/* *out_stepped, behind the sizes in the same memory: who is trained. */
+static viking_status weight_sizes(const viking_engine *engine, uint64_t **out, bool **out_stepped)
 {
-    uint64_t *bytes = malloc((engine->count + 1u) * sizeof *bytes);
+    uint64_t *bytes = malloc((engine->count + 1u) * (sizeof *bytes + sizeof **out_stepped));
     if (bytes == NULL)
         return viking_status_fail(VIKING_ERROR_NO_HOST_MEMORY, "no host memory for a layout of %u weights",
                                   engine->count);
-    for (uint32_t w = 0; w < engine->count; w++)
+    bool *stepped = (bool *)(bytes + engine->count + 1u);
+    for (uint32_t w = 0; w < engine->count; w++) {
         bytes[w] = engine->weights[w].bytes;
+        stepped[w] = engine->weights[w].training != VIKING_FROZEN;
+    }
     *out = bytes;
+    *out_stepped = stepped;
     return VIKING_OK;
 }
 
@@ -271,16 +276,18 @@ viking_status viking_engine_layout(viking_engine *engine, uint64_t budget_bytes,
     if (status != VIKING_OK)
         return status;
     uint64_t *bytes = NULL;
+    bool *stepped = NULL;
     viking_map *map = NULL;
     viking_trace path;
     viking_trace_init(&path);
     status = viking_engine_path_to_lay_out(engine, &path);
     if (status == VIKING_OK)
-        status = weight_sizes(engine, &bytes);
+        status = weight_sizes(engine, &bytes, &stepped);
     if (status != VIKING_OK)
         goto done;
     viking_map_request request = {.trace = &path,
                                   .bytes = bytes,
+                                  .stepped = stepped,
                                   .count = engine->count,
                                   .budget_bytes = budget_bytes,
                                   .link = assumed_link,
@@ -306,11 +313,12 @@ viking_status viking_engine_budget_range(viking_engine *engine, uint64_t *out_sm
     if (status != VIKING_OK)
         return status;
     uint64_t *bytes = NULL;
+    bool *stepped = NULL;
     viking_trace path;
     viking_trace_init(&path);
     status = viking_engine_path_to_lay_out(engine, &path);
     if (status == VIKING_OK)
-        status = weight_sizes(engine, &bytes);
+        status = weight_sizes(engine, &bytes, &stepped);
     if (status == VIKING_OK)
         status = viking_map_smallest_budget(&path, bytes, engine->count, out_smallest);
     if (status == VIKING_OK)

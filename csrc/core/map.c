@@ -119,7 +119,7 @@ viking_status viking_map_smallest_budget(const viking_trace *trace, const uint64
 {
     viking_placement placement;
     viking_map *map = NULL;
-    viking_status status = viking_placement_open(trace, bytes, count, &placement);
+    viking_status status = viking_placement_open(trace, bytes, NULL, count, &placement);
 
     if (status != VIKING_OK)
         return status;
@@ -355,7 +355,7 @@ viking_status viking_map_build(const viking_map_request *request, viking_map **o
     status = make_up_trace(request, &trace);
     if (status != VIKING_OK)
         goto done;
-    status = viking_placement_open(&trace, request->bytes, request->count, &self.placement);
+    status = viking_placement_open(&trace, request->bytes, request->stepped, request->count, &self.placement);
     if (status != VIKING_OK)
         goto done;
     status = smallest_map(&self.placement, &smallest);

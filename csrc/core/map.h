@@ -29,6 +29,7 @@ typedef struct viking_map {
     uint64_t *bytes; /* [count] size of each weight, a multiple of VIKING_ALIGNMENT */
     uint64_t *offsets; /* [count] */
     bool *resident; /* [count] */
+    bool *stepped; /* [count] as requested; NULL: none */
     /* Weights whose spans intersect weight w's, w itself excluded:
      * neighbours[neighbour_begin[w]] .. neighbours[neighbour_begin[w + 1] - 1]. */
     uint32_t *neighbour_begin; /* [count + 1] */
@@ -45,6 +46,9 @@ typedef struct viking_map_request {
      * one sweep over all weights in the order of their numbers and one back. */
     const viking_trace *trace;
     const uint64_t *bytes; /* [count], each > 0 and a multiple of VIKING_ALIGNMENT */
+    /* [count] Weights that the host changes between passes, so that each pass fetches them once, residents too; NULL:
+     * none. */
+    const bool *stepped;
     uint32_t count;
     uint64_t budget_bytes;
     viking_link link;

@@ -66,7 +66,6 @@ static viking_status find_order(viking_placement *self, const viking_trace *trac
         if (self->lifetime[use->weight] == 0) {
             ranking[self->named] = (ranked){self->bytes[use->weight], self->named, use->weight};
             self->order[self->named++] = use->weight;
-            self->named_bytes += self->bytes[use->weight];
         }
         self->lifetime[use->weight] += use->end - use->begin;
     }
@@ -172,8 +171,8 @@ static viking_status find_rivals(viking_placement *self, const viking_trace *tra
     return good ? VIKING_OK : no_memory(self->count);
 }
 
-viking_status viking_placement_open(const viking_trace *trace, const uint64_t *bytes, uint32_t count,
-                                    viking_placement *out)
+viking_status viking_placement_open(const viking_trace *trace, const uint64_t *bytes, const bool *stepped,
+                                    uint32_t count, viking_placement *out)
 {
     size_t room = (size_t)count + 1;
     viking_status status;
@@ -184,6 +183,7 @@ viking_status viking_placement_open(const viking_trace *trace, const uint64_t *b
         return status;
     out->count = count;
     out->bytes = bytes;
+    out->stepped = stepped;
     out->order = malloc(room * sizeof *out->order);
     out->by_size = malloc(room * sizeof *out->by_size);
     out->lifetime = calloc(room, sizeof *out->lifetime);
@@ -214,17 +214,28 @@ void viking_placement_close(viking_placement *placement)
     memset(placement, 0, sizeof *placement);
 }
 
-/* Error diffusion: each weight adds its share to a debt, and becomes resident when the debt is half its size. What
- * is left over goes to the largest weights that still fit. */
-void viking_placement_spread(const viking_placement *placement, uint64_t share_bytes, bool *resident)
+static bool is_stepped(const viking_placement *placement, uint32_t weight)
 {
-    uint64_t used = 0;
-    double debt = 0.0, share = placement->named_bytes == 0 ? 0.0 : (double)share_bytes / (double)placement->named_bytes;
+    return placement->stepped != NULL && placement->stepped[weight];
+}
 
-    memset(resident, 0, placement->count * sizeof *resident);
+/* Error diffusion over those that are `stepped` or over the others: each weight adds its share to a debt, and becomes
+ * resident when the debt is half its size. What is left over goes to the largest weights that still fit. Returns how
+ * many bytes became resident. */
+static uint64_t spread_over(const viking_placement *placement, bool stepped, uint64_t share_bytes, bool *resident)
+{
+    uint64_t used = 0, total = 0;
+    double debt = 0.0, share;
+
+    for (uint32_t i = 0; i < placement->named; i++)
+        if (is_stepped(placement, placement->order[i]) == stepped)
+            total += placement->bytes[placement->order[i]];
+    share = total == 0 ? 0.0 : (double)share_bytes / (double)total;
     for (uint32_t i = 0; i < placement->named; i++) {
         uint32_t w = placement->order[i];
         uint64_t bytes = placement->bytes[w];
+        if (is_stepped(placement, w) != stepped)
+            continue;
         debt += (double)bytes * share;
         if (share > 0.0 && debt >= (double)bytes / 2 && bytes <= share_bytes - used) {
             resident[w] = true;
@@ -234,11 +245,20 @@ void viking_placement_spread(const viking_placement *placement, uint64_t share_b
     }
     for (uint32_t i = 0; i < placement->named; i++) {
         uint32_t w = placement->by_size[i];
-        if (!resident[w] && placement->bytes[w] <= share_bytes - used) {
+        if (!resident[w] && is_stepped(placement, w) == stepped && placement->bytes[w] <= share_bytes - used) {
             resident[w] = true;
             used += placement->bytes[w];
         }
     }
+    return used;
+}
+
+/* A weight that is stepped travels once a pass wherever it lives: the others gain more by staying. */
+void viking_placement_spread(const viking_placement *placement, uint64_t share_bytes, bool *resident)
+{
+    memset(resident, 0, placement->count * sizeof *resident);
+    share_bytes -= spread_over(placement, false, share_bytes, resident);
+    spread_over(placement, true, share_bytes, resident);
 }
 
 /* Where weight w goes when the cursor stands at `at`: the first position from there on, round the ring once, that
@@ -375,6 +395,7 @@ void viking_map_free(viking_map *map)
     free(map->neighbours);
     free(map->neighbour_begin);
     free(map->resident);
+    free(map->stepped);
     free(map->offsets);
     free(map->bytes);
     free(map);
@@ -389,8 +410,10 @@ static viking_map *map_allocate(uint32_t count)
     map->bytes = malloc(((size_t)count + 1) * sizeof *map->bytes);
     map->offsets = malloc(((size_t)count + 1) * sizeof *map->offsets);
     map->resident = calloc((size_t)count + 1, sizeof *map->resident);
+    map->stepped = calloc((size_t)count + 1, sizeof *map->stepped);
     map->neighbour_begin = calloc((size_t)count + 1, sizeof *map->neighbour_begin);
-    if (map->bytes == NULL || map->offsets == NULL || map->resident == NULL || map->neighbour_begin == NULL) {
+    if (map->bytes == NULL || map->offsets == NULL || map->resident == NULL || map->stepped == NULL ||
+        map->neighbour_begin == NULL) {
         viking_map_free(map);
         return NULL;
     }
@@ -406,6 +429,7 @@ static viking_status map_finish(const viking_placement *self, const bool *reside
         uint32_t w = self->order[i];
         map->bytes[w] = self->bytes[w];
         map->resident[w] = resident[w];
+        map->stepped[w] = is_stepped(self, w);
         if (resident[w]) {
             map->offsets[w] = at;
             at += self->bytes[w];

@@ -25,9 +25,9 @@ static viking_status plan_use(const viking_map *map, const viking_trace *trace, 
     const viking_use *use = &trace->uses[i];
     uint64_t base = 1 + (uint64_t)period * trace->ticks;
     uint32_t w = use->weight;
-    uint64_t opened = 0;
-    int64_t after = VIKING_PLAN_NO_GATE;
-    bool gone = false;
+    bool gone = map->stepped != NULL && map->stepped[w] && past[w].begin < base; /* not used in this period yet */
+    uint64_t opened = gone ? base : 0;
+    int64_t after = gone ? -1 : VIKING_PLAN_NO_GATE;
 
     for (uint32_t k = map->neighbour_begin[w]; k < map->neighbour_begin[w + 1]; k++) {
         const history *other = &past[map->neighbours[k]];

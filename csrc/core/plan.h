@@ -6,6 +6,8 @@
  *     use i of weight w needs a fetch  iff  some overlapping weight was used after w's previous use
  *     the fetch may start              when the latest such use has been released
  *
+ * A weight that is stepped between the periods needs one for its first use in each, after all uses of the one before.
+ *
  * Fetches are queued in order of need on one FIFO stream, as soon as their gate opens and without a limit on how
  * far ahead. Waiting for the uses of the weights that overlap is enough: what they had overwritten in their turn was
  * gated by an earlier fetch of the same queue.

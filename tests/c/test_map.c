@@ -344,6 +344,43 @@ static void every_given_scale_of_compute_must_be_content(void)
     viking_trace_free(&m.trace);
 }
 
+/* Those that the host steps travel once a period wherever they live, and after the uses of the period before. */
+static void what_is_stepped_leaves_the_residence_to_the_rest(void)
+{
+    bool stepped[MAX_WEIGHTS];
+    uint64_t stepped_bytes = 0;
+    model m;
+    model_open(&m, 60, 0.5);
+    for (uint32_t w = 0; w < m.count; w++) {
+        stepped[w] = w % 3 != 0; /* half of all bytes */
+        stepped_bytes += stepped[w] ? m.bytes[w] : 0;
+    }
+    for (uint64_t quarter = 1; quarter <= 3; quarter++) {
+        uint64_t resident_stepped = 0, missing = m.total - m.total * quarter / 4;
+        viking_map_request request = request_of(&m, m.total * quarter / 4);
+        request.stepped = stepped;
+        viking_map *map = NULL;
+        CHECK_OK(viking_map_build(&request, &map));
+        viking_plan *plan = plan_of(&m, map);
+        uint64_t least = (missing > stepped_bytes ? missing : stepped_bytes) + missing;
+        CHECK(plan->fetched_bytes >= least && (double)plan->fetched_bytes <= 1.06 * (double)least);
+        for (uint32_t w = 0; w < m.count; w++)
+            resident_stepped += map->resident[w] && stepped[w] ? m.bytes[w] : 0;
+        CHECK(resident_stepped <= m.total / 40 || map->resident_bytes - resident_stepped >= m.total - stepped_bytes);
+        for (uint32_t w = 0; w < m.count; w++) {
+            uint32_t first = UINT32_MAX;
+            for (uint32_t i = 0; i < plan->count; i++)
+                if (plan->fetches[i].weight == w && first == UINT32_MAX)
+                    first = i;
+            CHECK(!stepped[w] ||
+                  (first != UINT32_MAX && plan->fetches[first].need == w && plan->fetches[first].after >= -1));
+        }
+        viking_plan_free(plan);
+        viking_map_free(map);
+    }
+    viking_trace_free(&m.trace);
+}
+
 static void refuses(model *m, const char *sentence)
 {
     viking_map *map = NULL;
@@ -397,6 +434,7 @@ int main(void)
     RUN(a_container_never_lies_on_what_it_holds);
     RUN(what_is_held_all_the_time_becomes_resident);
     RUN(two_held_at_once_do_not_fit_where_one_does);
+    RUN(what_is_stepped_leaves_the_residence_to_the_rest);
     RUN(weights_without_a_use_come_last_in_the_order_of_their_numbers);
     RUN(without_a_trace_the_order_is_that_of_the_numbers);
     RUN(every_given_scale_of_compute_must_be_content);
